@@ -1,0 +1,60 @@
+"""AlexNet in one tower: Krizhevsky, "One weird trick for parallelizing convolutional networks", arXiv 1404.5997."""
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from remat_opt.examples.layers import adaptive_average_pool, conv, he_normal, remat_if
+
+
+class Stage(nn.Module):
+    """Convolutions given as (features, kernel, stride, padding), then a 3x3 max-pool of stride 2."""
+
+    convolutions: tuple[tuple[int, int, int, int], ...]
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        for features, kernel, stride, padding in self.convolutions:
+            x = nn.relu(conv(features, kernel, stride, padding=padding, use_bias=True, dtype=self.dtype)(x))
+        return nn.max_pool(x, (3, 3), (2, 2))
+
+
+class Classifier(nn.Module):
+    """Three dense layers with dropout before the first two: (batch, h, w, c) → logits (batch, num_classes)."""
+
+    num_classes: int
+    dropout_rate: float
+    dtype: jnp.dtype
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        x = x.reshape(x.shape[0], -1)
+        for _ in range(2):
+            x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
+            x = nn.relu(nn.Dense(4096, dtype=self.dtype, kernel_init=he_normal)(x))
+        return nn.Dense(self.num_classes, dtype=self.dtype)(x)
+
+
+class AlexNet(nn.Module):
+    """Images (batch, height, width, 3) → logits (batch, num_classes).
+
+    `remat` wraps every stage (convolutions up to a pool) and the classifier in `nn.remat`.
+    """
+
+    num_classes: int = 1000
+    dtype: jnp.dtype = jnp.float32
+    remat: bool = False
+    dropout_rate: float = 0.5
+
+    @nn.compact
+    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
+        stage, classifier = remat_if(self.remat, Stage), remat_if(self.remat, Classifier)
+        stages = (((64, 11, 4, 2),), ((192, 5, 1, 2),), ((384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1)))
+        for index, convolutions in enumerate(stages):
+            x = stage(convolutions, self.dtype, name=f"stage{index + 1}")(x, train)
+        x = adaptive_average_pool(x, (6, 6))
+        return classifier(self.num_classes, self.dropout_rate, self.dtype, name="classifier")(x, train)
+
+
+ALEXNETS = {"alexnet": AlexNet}

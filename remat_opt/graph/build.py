@@ -1,0 +1,233 @@
+"""The one bridge from jaxpr to graph: kinds, bytes and FLOPs of each equation, and the map from op ids to equations."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jax.extend.core import primitives as P
+
+from remat_opt.graph.cost import Rates, roofline
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.program import compat
+from remat_opt.program.inline import Constant, Equation, Program
+
+_ELEMENTWISE_NAMES = """
+    abs acos acosh add and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim cbrt
+    ceil clamp clz complex concatenate conj convert_element_type copy cos cosh digamma div eq erf erf_inv erfc exp exp2
+    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow iota is_finite le lgamma log log1p log2 logistic lt
+    max min mul name ne neg nextafter not one_minus_square or pad polygamma polynomial population_count pow real
+    reduce_precision regularized_incomplete_beta rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
+    shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh transpose xor zeta
+    random_wrap random_unwrap
+"""
+_REDUCTION_NAMES = """
+    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
+"""
+
+
+def _named(names: str) -> frozenset:
+    found = (getattr(P, f"{name}_p", None) for name in names.split())
+    return frozenset(primitive for primitive in found if primitive is not None)
+
+
+ELEMENTWISE = _named(_ELEMENTWISE_NAMES)
+REDUCTION = _named(_REDUCTION_NAMES)
+CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
+# Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
+_MOVES = _named("broadcast_in_dim concatenate copy iota name pad reshape rev slice squeeze stop_gradient transpose")
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Bridge:
+    """A graph with the way back.
+
+    Attributes:
+        graph: the integers.
+        program: the equations.
+        equation_of: for each op the equation it stands for.
+        constant_equations: equations that depend on no input, by the value they make; not among the ops.
+    """
+
+    graph: Graph
+    program: Program
+    equation_of: tuple[int, ...]
+    constant_equations: dict[int, int]
+
+
+def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bridge:
+    """Build the graph of a flat program.
+
+    Args:
+        program: the flat jaxpr.
+        rates: FLOP/s and bytes/s of the target.
+        donated: for each input of the program whether its buffer may be reused.
+    """
+    constant_equations: dict[int, int] = {}
+    ops: list[Op] = []
+    equation_of: list[int] = []
+    for index, equation in enumerate(program.equations):
+        if _is_constant(equation, constant_equations):
+            constant_equations.update(dict.fromkeys(equation.outputs, index))
+            continue
+        ops.append(_op(program, equation, rates, constant_equations))
+        equation_of.append(index)
+    graph = Graph(
+        sizes=tuple(bytes_of(aval) for aval in program.avals),
+        ops=tuple(ops),
+        inputs=(*program.inputs, *(value for value, _ in program.constants)),
+        outputs=tuple(
+            dict.fromkeys(
+                x for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations
+            )
+        ),
+        aliases=_aliases(program, donated, constant_equations),
+        constants=frozenset(constant_equations),
+    )
+    return Bridge(graph, program, tuple(equation_of), constant_equations)
+
+
+def _is_constant(equation: Equation, known: dict[int, int]) -> bool:
+    return equation.primitive in ELEMENTWISE and all(isinstance(x, Constant) or x in known for x in equation.inputs)
+
+
+def _op(program: Program, equation: Equation, rates: Rates, constants: dict[int, int]) -> Op:
+    inputs = tuple(dict.fromkeys(x for x in equation.inputs if not isinstance(x, Constant) and x not in constants))
+    flops = flops_of(equation, program)
+    read = sum(bytes_of(program.avals[value]) for value in inputs)
+    written = sum(bytes_of(program.avals[value]) for value in equation.outputs)
+    kind = kind_of(equation.primitive)
+    moved = written if kind is Kind.ELEMENTWISE else read + written
+    dtype = str(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
+    return Op(
+        inputs=inputs,
+        outputs=equation.outputs,
+        kind=kind,
+        flops=flops,
+        seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION),
+        repeatable=not equation.effects and equation.primitive not in compat.STATEFUL,
+        name=equation.primitive.name,
+    )
+
+
+def _aliases(program: Program, donated: tuple[bool, ...], constants: dict[int, int]) -> tuple[tuple[int, int], ...]:
+    """Pair donated inputs with outputs of equal type, in order, as the lowering of `jax.jit` does."""
+    free: dict[Any, list[int]] = {}
+    for value, given in zip(program.inputs, donated, strict=False):
+        if given:
+            aval = program.avals[value]
+            free.setdefault((aval.shape, aval.dtype), []).append(value)
+    pairs = []
+    for output in program.outputs:
+        if isinstance(output, Constant):
+            continue
+        aval = program.avals[output]
+        candidates = free.get((aval.shape, aval.dtype))
+        if candidates:
+            given = candidates.pop(0)
+            if output not in constants and given != output:
+                pairs.append((given, output))
+    return tuple(dict.fromkeys(pairs))
+
+
+def kind_of(primitive: Any) -> Kind:
+    """How compilers treat a primitive; what is unknown is opaque."""
+    if primitive in ELEMENTWISE:
+        return Kind.ELEMENTWISE
+    if primitive in REDUCTION:
+        return Kind.REDUCTION
+    if primitive in CONTRACTION:
+        return Kind.CONTRACTION
+    return Kind.OPAQUE
+
+
+def bytes_of(aval: Any) -> int:
+    """Bytes of one value; 0 for what has no storage (tokens, references)."""
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    return math.prod(shape) * compat.item_bytes(dtype)
+
+
+# FLOPs
+
+
+def flops_of(equation: Equation, program: Program) -> float:
+    """FLOPs of one equation: 2·m·n·k for products, loops times their length, one an element for the rest."""
+    operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+    results = [program.avals[x] for x in equation.outputs]
+    return _flops(equation.primitive, equation.params, operands, results)
+
+
+def _flops(primitive: Any, params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    rule = _FLOP_RULES.get(primitive)
+    if rule is not None:
+        return rule(params, operands, results)
+    if primitive in _MOVES:
+        return 0.0
+    inner = compat.jaxprs_in(params)
+    if inner:
+        return float(sum(jaxpr_flops(jaxpr) for jaxpr in inner))
+    return float(max((math.prod(getattr(aval, "shape", ())) for aval in (*operands, *results)), default=0))
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """FLOPs of a jaxpr when it runs once."""
+    total = 0.0
+    for equation in compat.bare_jaxpr(jaxpr).eqns:
+        operands = [atom.aval for atom in equation.invars]
+        results = [variable.aval for variable in equation.outvars]
+        total += _flops(equation.primitive, equation.params, operands, results)
+    return total
+
+
+def _dot_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    (contracted, _), _ = params["dimension_numbers"]
+    return 2.0 * math.prod(results[0].shape) * math.prod(operands[0].shape[axis] for axis in contracted)
+
+
+def _conv_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    """Products with the zeros of padding and of dilation are not counted, as XLA does not count them."""
+    image, kernel = operands[0].shape, operands[1].shape
+    numbers = params["dimension_numbers"]
+    image_axes, kernel_axes, result_axes = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
+    positions = 1.0
+    for axis, (i, k, o) in enumerate(zip(image_axes, kernel_axes, result_axes, strict=True)):
+        positions *= _valid_positions(
+            image[i],
+            kernel[k],
+            results[0].shape[o],
+            params["window_strides"][axis],
+            params["padding"][axis][0],
+            params["lhs_dilation"][axis],
+            params["rhs_dilation"][axis],
+        )
+    batch = results[0].shape[numbers.out_spec[0]]
+    features = results[0].shape[numbers.out_spec[1]]
+    return 2.0 * batch * features * kernel[numbers.rhs_spec[1]] * positions
+
+
+def _valid_positions(image: int, kernel: int, result: int, stride: int, low: int, dilation: int, spread: int) -> int:
+    """How many (result, kernel) index pairs along one axis meet an element of the undilated, unpadded image."""
+    at = np.arange(result)[:, None] * stride + np.arange(kernel)[None, :] * spread - low
+    inside = (at >= 0) & (at <= (image - 1) * dilation) & (at % dilation == 0)
+    return int(inside.sum())
+
+
+def _scan_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    return params["length"] * jaxpr_flops(params["jaxpr"])
+
+
+def _cond_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    return max(jaxpr_flops(branch) for branch in params["branches"])
+
+
+_FLOP_RULES: dict[Any, Callable[[dict[str, Any], list[Any], list[Any]], float]] = {
+    P.dot_general_p: _dot_flops,
+    P.conv_general_dilated_p: _conv_flops,
+    P.scan_p: _scan_flops,
+    P.cond_p: _cond_flops,
+}

@@ -1,0 +1,127 @@
+"""The dataflow graph of one training step, as the searches see it: integers, bytes and FLOPs, and no JAX.
+
+*Values* and *ops* are numbered. An op reads values and makes values; the order of `Graph.ops` is the program's order
+and a topological one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections.abc import Sequence
+
+
+class Kind(enum.Enum):
+    """What a compiler does with an op's operands and results (see `fusion.py`)."""
+
+    ELEMENTWISE = "elementwise"  # fused into its users: neither operands nor results need buffers of their own
+    REDUCTION = "reduction"  # its producers are fused into it; its result is a buffer
+    CONTRACTION = "contraction"  # a library convolution or product: operands and results are buffers
+    OPAQUE = "opaque"  # loops, sorts, calls, …: operands and results are buffers
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Op:
+    """One operation.
+
+    Attributes:
+        inputs: ids of the values it reads; constants of the program are not among them.
+        outputs: ids of the values it makes.
+        kind: how the compiler treats it.
+        flops: floating point operations of one run.
+        seconds: estimated time of one run on the target.
+        repeatable: whether it may be run a second time.
+        name: the primitive's name, for reports only.
+    """
+
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    kind: Kind = Kind.OPAQUE
+    flops: float = 0.0
+    seconds: float = 0.0
+    repeatable: bool = True
+    name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Graph:
+    """A step: `sizes[v]` bytes for each value, ops in program order.
+
+    Attributes:
+        sizes: bytes of each value.
+        ops: the operations.
+        inputs: values that exist before the first op (arguments and captured constants).
+        outputs: values that the step returns.
+        aliases: (input, output) pairs that share one buffer, because the input was donated.
+        constants: values that depend on no input; they are made afresh wherever they are read and cost no memory.
+        weights: inputs that are read by contractions, if they are known to be weights.
+    """
+
+    sizes: tuple[int, ...]
+    ops: tuple[Op, ...]
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
+    aliases: tuple[tuple[int, int], ...] = ()
+    constants: frozenset[int] = frozenset()
+
+    def __post_init__(self):
+        check(self)
+
+    @functools.cached_property
+    def producer(self) -> tuple[int, ...]:
+        """The op that makes each value; −1 for inputs."""
+        producer = [-1] * len(self.sizes)
+        for index, op in enumerate(self.ops):
+            for value in op.outputs:
+                producer[value] = index
+        return tuple(producer)
+
+    @functools.cached_property
+    def users(self) -> tuple[tuple[int, ...], ...]:
+        """The ops that read each value, in program order, each once."""
+        users: list[list[int]] = [[] for _ in self.sizes]
+        for index, op in enumerate(self.ops):
+            for value in dict.fromkeys(op.inputs):
+                users[value].append(index)
+        return tuple(map(tuple, users))
+
+    @functools.cached_property
+    def flops(self) -> float:
+        """FLOPs of the step when every op runs once."""
+        return sum(op.flops for op in self.ops)
+
+    @functools.cached_property
+    def seconds(self) -> float:
+        """Estimated seconds of the step when every op runs once."""
+        return sum(op.seconds for op in self.ops)
+
+
+def check(graph: Graph) -> None:
+    """Raise ValueError where a graph is no dataflow graph: a cycle, a negative size, an output that nobody makes."""
+    made = set(graph.inputs)
+    negative = [value for value, size in enumerate(graph.sizes) if size < 0]
+    if negative:
+        raise ValueError(f"expected sizes of at least 0 bytes, value {negative[0]} has {graph.sizes[negative[0]]}")
+    for index, op in enumerate(graph.ops):
+        missing = [value for value in op.inputs if value not in made]
+        if missing:
+            raise ValueError(
+                f"expected ops in topological order: op {index} reads value {missing[0]}, which no earlier op makes "
+                "and which is no input (a cycle, or an op that stands too early)"
+            )
+        twice = made.intersection(op.outputs)
+        if twice:
+            raise ValueError(f"expected each value to be made once: op {index} makes value {min(twice)} again")
+        made.update(op.outputs)
+    unreachable = [value for value in graph.outputs if value not in made]
+    if unreachable:
+        raise ValueError(f"expected every output to be made by an op or to be an input: value {unreachable[0]} is not")
+
+
+def chain(sizes: Sequence[int], seconds: float = 1.0) -> Graph:
+    """A chain of ops, one value each, for tests and examples."""
+    ops = tuple(
+        Op((index - 1,) if index else (), (index,), seconds=seconds, flops=seconds) for index in range(len(sizes))
+    )
+    return Graph(tuple(sizes), ops, outputs=(len(sizes) - 1,))

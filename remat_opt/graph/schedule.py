@@ -1,0 +1,63 @@
+"""A schedule: the order of ops with their repeats. It is the one thing that is simulated and that is written."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+from remat_opt.graph.graph import Graph
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """Ops that run one after another.
+
+    A *recomputed* run repeats ops that ran before. It waits, by a barrier, for every value that was made since the
+    recomputed run before it and is still to be read; that is what keeps a compiler from doing it early.
+    """
+
+    ops: tuple[int, ...]
+    recomputed: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """The runs of a whole step. Every op of the graph stands in exactly one run that is not recomputed."""
+
+    runs: tuple[Run, ...]
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """All ops as they run, repeats included."""
+        return tuple(op for run in self.runs for op in run.ops)
+
+    @property
+    def recomputed(self) -> tuple[int, ...]:
+        """The ops that run again, in order, once for each repeat."""
+        return tuple(op for run in self.runs if run.recomputed for op in run.ops)
+
+    def extra_flops(self, graph: Graph) -> float:
+        """FLOPs of all repeats."""
+        return sum(graph.ops[op].flops for op in self.recomputed)
+
+    def extra_seconds(self, graph: Graph) -> float:
+        """Estimated seconds of all repeats."""
+        return sum(graph.ops[op].seconds for op in self.recomputed)
+
+
+def save_everything(graph: Graph) -> Schedule:
+    """The program as it was written: every op once, in program order."""
+    return Schedule((Run(tuple(range(len(graph.ops)))),))
+
+
+def join_runs(runs: Iterable[Run]) -> Schedule:
+    """A schedule without empty runs, neighbouring first runs made one."""
+    joined: list[Run] = []
+    for run in runs:
+        if not run.ops:
+            continue
+        if joined and not run.recomputed and not joined[-1].recomputed:
+            joined[-1] = Run(joined[-1].ops + run.ops)
+        else:
+            joined.append(run)
+    return Schedule(tuple(joined))

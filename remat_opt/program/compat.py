@@ -1,0 +1,184 @@
+"""The one file that knows JAX versions (0.10 to 0.12) and JAX's private fields.
+
+Everything else imports the names of this file. Public homes are preferred (`jax.extend.core`); what has none yet is
+taken from where the installed version keeps it, and each such place says what it is for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax import lax
+from jax._src import core as _core
+from jax._src import source_info_util
+from jax.extend import core as extend_core
+from jax.extend.core import primitives
+
+LOWEST_JAX = (0, 10)
+HIGHEST_JAX = (0, 12)
+
+Literal = extend_core.Literal
+Var = extend_core.Var
+DropVar = extend_core.DropVar
+Jaxpr = extend_core.Jaxpr
+ClosedJaxpr = extend_core.ClosedJaxpr
+Tracer = jax.core.Tracer
+
+
+def check_jax_version(version: str = jax.__version__) -> None:
+    """Refuse a JAX that is too old, warn about one that is newer than was tested.
+
+    Raises:
+        ImportError: `version` is below `LOWEST_JAX`; the message says what to install.
+    """
+    found = tuple(int(part) for part in version.split(".")[:2])
+    lowest, highest = (".".join(map(str, bound)) for bound in (LOWEST_JAX, HIGHEST_JAX))
+    if found < LOWEST_JAX:
+        raise ImportError(
+            f'remat_opt needs jax {lowest} to {highest}, found {version}; write: pip install "jax>={lowest},<0.13"'
+        )
+    if found > HIGHEST_JAX:
+        warnings.warn(
+            f"remat_opt was tested with jax {lowest} to {highest}, found {version}: results stay right where JAX's "
+            "jaxprs keep their meaning, memory may differ",
+            stacklevel=2,
+        )
+
+
+# Primitives, by the object. Those without a public name are read off the jaxpr of a public function, once.
+
+
+def _primitive_of(fun: Callable, *args) -> Any:
+    return jax.make_jaxpr(fun)(*args).jaxpr.eqns[0].primitive
+
+
+barrier_p = _primitive_of(lax.optimization_barrier, 1.0)
+remat_p = primitives.remat_p
+name_p = primitives.name_p
+
+# Two runs on the same operands may differ: XLA's own generator keeps a state on the device.
+STATEFUL = frozenset({primitives.rng_uniform_p})
+
+
+def policy_offloads(policy: Any) -> bool:
+    """Whether a user's checkpoint policy moves residuals to another memory; such a region is left as it is."""
+    return policy is not None and "offload" in getattr(policy, "__qualname__", type(policy).__qualname__).lower()
+
+
+def bind_remat(jaxpr: Any, inputs: Sequence[Any], through_barrier: Sequence[bool], policy: Any) -> list[Any]:
+    """Write what JAX leaves behind after differentiating a `jax.checkpoint`: one `remat_p` equation.
+
+    Args:
+        jaxpr: the open jaxpr of the segment, without constants.
+        inputs: one value per input of `jaxpr`.
+        through_barrier: for each input whether the lowering takes it through the `optimization_barrier`.
+        policy: the policy that the equation carries; it is not consulted any more.
+    """
+    return remat_p.bind(
+        *inputs, jaxpr=jaxpr, prevent_cse=tuple(map(bool, through_barrier)), differentiated=True, policy=policy
+    )
+
+
+def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
+    """Evaluate one equation on values or tracers; always a list of outputs."""
+    outputs = primitive.bind(*inputs, **primitive.get_bind_params(params))
+    return list(outputs) if primitive.multiple_results else [outputs]
+
+
+@contextlib.contextmanager
+def equation_context(source_info: Any, context: Any) -> Iterator[None]:
+    """The source line, the name stack and the configuration that an equation was traced under."""
+    name_stack = source_info_util.current_name_stack() + source_info.name_stack
+    with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager:
+        yield
+
+
+def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
+    """The source info of an equation inside a call that was inlined: the call's name stack, then its own."""
+    stack = outer.name_stack if name is None else outer.name_stack.extend(name)
+    return inner.replace(name_stack=stack + inner.name_stack)
+
+
+def bare_jaxpr(jaxpr: Any) -> Any:
+    """The open jaxpr of an open or a closed one (they become one class in jax 0.12)."""
+    return getattr(jaxpr, "jaxpr", jaxpr)
+
+
+def constants_of(jaxpr: Any) -> list[Any]:
+    """The values bound to a closed jaxpr's constant variables."""
+    return list(getattr(jaxpr, "consts", ()))
+
+
+def constant_variables(jaxpr: Any) -> list[Any]:
+    """The constant variables of a jaxpr (in jax 0.12 a view over the leading inputs)."""
+    return list(bare_jaxpr(jaxpr).constvars)
+
+
+def input_variables(jaxpr: Any) -> list[Any]:
+    """The variables that a caller provides: without the constants."""
+    return list(bare_jaxpr(jaxpr).invars)
+
+
+def jaxprs_in(params: dict[str, Any]) -> list[Any]:
+    """All jaxprs, open or closed, among an equation's parameters."""
+    return list(extend_core.jaxprs_in_params(params))
+
+
+def outside_of_any_trace() -> bool:
+    """Whether no jit, grad, vmap or scan is being traced on this thread."""
+    return _core.trace_state_clean()
+
+
+class JitDescription(NamedTuple):
+    """What a jitted function was made with, so that it can be made again around another function."""
+
+    fun: Callable
+    options: dict[str, Any]
+
+
+def is_jitted(fun: Any) -> bool:
+    """Whether `fun` is the result of `jax.jit`."""
+    return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__") and hasattr(fun, "trace")
+
+
+def describe_jit(fun: Any) -> JitDescription:
+    """Read the options of a jitted function back; JAX keeps them in a private field only."""
+    info = fun._jit_info
+    options: dict[str, Any] = {}
+    for field in ("static_argnums", "static_argnames", "donate_argnums", "donate_argnames"):
+        if value := getattr(info, field):
+            options[field] = value
+    # A number and a name for the same argument say the same thing twice, and jax.jit infers one from the other.
+    for kind in ("static", "donate"):
+        if f"{kind}_argnums" in options and f"{kind}_argnames" in options:
+            options[f"{kind}_argnames"] = tuple(options[f"{kind}_argnames"])
+    for side in ("in", "out"):
+        leaves = getattr(info, f"{side}_shardings_leaves")
+        tree = getattr(info, f"{side}_shardings_treedef")
+        if any(not is_unspecified(leaf) for leaf in leaves):
+            options[f"{side}_shardings"] = jax.tree.unflatten(tree, leaves)
+    for field in ("device", "backend"):
+        if (value := getattr(info, field)) is not None:
+            options[field] = value
+    if info.keep_unused:
+        options["keep_unused"] = True
+    if info.compiler_options_kvs:
+        options["compiler_options"] = dict(info.compiler_options_kvs)
+    return JitDescription(fun.__wrapped__, options)
+
+
+def is_unspecified(sharding: Any) -> bool:
+    """Whether a sharding of a jit was left to the compiler."""
+    return type(sharding).__name__ == "UnspecifiedValue"
+
+
+def item_bytes(dtype: Any) -> int:
+    """Bytes of one element, of JAX's extended dtypes (typed random keys) too."""
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+        return dtype.itemsize
+    return np.dtype(dtype).itemsize

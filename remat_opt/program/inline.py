@@ -1,0 +1,199 @@
+"""Inline: a closed jaxpr becomes a flat `Program`, free of calls, of duplicates and of dead equations.
+
+Calls (`jit`, `custom_jvp`, `custom_vjp`, `checkpoint`, …) are entered. A user's `jax.checkpoint` has left a second copy
+of the forward pass in the differentiated step; value numbering merges it with the first, so that the search starts
+free. Control flow (`scan`, `while`, `cond`, `shard_map`) stays one equation.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import primitives
+
+from remat_opt.program import compat
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Constant:
+    """An operand that is known while tracing: a literal of the jaxpr."""
+
+    value: Any
+    aval: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Equation:
+    """One primitive application; `inputs` holds value ids and `Constant`s, `outputs` value ids."""
+
+    primitive: Any
+    inputs: tuple[int | Constant, ...]
+    outputs: tuple[int, ...]
+    params: dict[str, Any]
+    effects: frozenset
+    source_info: Any
+    context: Any
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Program:
+    """A flat jaxpr. Values are numbered 0 … len(avals) − 1; the inputs and the constants come first."""
+
+    avals: tuple[Any, ...]
+    inputs: tuple[int, ...]
+    constants: tuple[tuple[int, Any], ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[int | Constant, ...]
+
+    @property
+    def effects(self) -> frozenset:
+        """All effects of all equations."""
+        return frozenset().union(*(equation.effects for equation in self.equations))
+
+
+def inline(closed: Any, *, keep_checkpoints: bool = False) -> Program:
+    """Flatten a closed jaxpr.
+
+    Args:
+        closed: the traced step.
+        keep_checkpoints: leave the user's own `jax.checkpoint` regions as single equations.
+    """
+    return _Inliner(keep_checkpoints).run(closed)
+
+
+# Which calls are entered: primitive -> function of the parameters that gives the jaxpr to enter, or None to leave it.
+
+
+def _enter_jit(params: dict[str, Any]) -> Any | None:
+    specified = [s for s in (*params["in_shardings"], *params["out_shardings"]) if not compat.is_unspecified(s)]
+    layouts = [x for x in (*params.get("in_layouts", ()), *params.get("out_layouts", ())) if x is not None]
+    if specified or layouts or params.get("compiler_options_kvs"):
+        return None  # they bind at this boundary, which inlining would remove
+    return params["jaxpr"]
+
+
+_ENTERED: dict[Any, Callable[[dict[str, Any]], Any | None]] = {
+    primitives.jit_p: _enter_jit,
+    primitives.closed_call_p: lambda params: params["call_jaxpr"],
+    primitives.call_p: lambda params: params["call_jaxpr"],
+    primitives.custom_jvp_call_p: lambda params: params["call_jaxpr"],
+    primitives.custom_vjp_call_p: lambda params: params["call_jaxpr"],
+}
+
+
+class _Inliner:
+    def __init__(self, keep_checkpoints: bool):
+        self.keep_checkpoints = keep_checkpoints
+        self.avals: list[Any] = []
+        self.equations: list[Equation] = []
+        self.numbering: dict[Any, tuple[int, ...]] = {}
+        self.constants: dict[int, tuple[int, Any]] = {}
+
+    def run(self, closed: Any) -> Program:
+        jaxpr = compat.bare_jaxpr(closed)
+        environment: dict[Any, int | Constant] = {}
+        inputs = []
+        for variable in compat.input_variables(closed):
+            environment[variable] = self.new_value(variable.aval)
+            inputs.append(environment[variable])
+        self.bind_constants(closed, environment)
+        self.walk(jaxpr, environment, None, None)
+        outputs = tuple(self.read(atom, environment) for atom in jaxpr.outvars)
+        constants = tuple(self.constants.values())
+        return Program(tuple(self.avals), tuple(inputs), constants, self.alive(outputs), outputs)
+
+    def new_value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def bind_constants(self, closed: Any, environment: dict) -> None:
+        for variable, constant in zip(compat.constant_variables(closed), compat.constants_of(closed), strict=True):
+            if id(constant) not in self.constants:
+                self.constants[id(constant)] = (self.new_value(variable.aval), constant)
+            environment[variable] = self.constants[id(constant)][0]
+
+    def read(self, atom: Any, environment: dict) -> int | Constant:
+        if isinstance(atom, compat.Literal):
+            return Constant(atom.val, atom.aval)
+        return environment[atom]
+
+    def walk(self, jaxpr: Any, environment: dict, outer_source: Any, name: str | None) -> None:
+        for equation in jaxpr.eqns:
+            inputs = tuple(self.read(atom, environment) for atom in equation.invars)
+            source = equation.source_info
+            if outer_source is not None:
+                source = compat.nest_source_info(outer_source, source, name)
+            inner = self.entered(equation)
+            if inner is not None:
+                self.enter(equation, inner, inputs, environment, source)
+                continue
+            outputs = self.emit(equation, inputs, source)
+            environment.update(zip(equation.outvars, outputs, strict=True))
+
+    def entered(self, equation: Any) -> Any | None:
+        if equation.primitive is compat.remat_p:
+            keep = self.keep_checkpoints or compat.policy_offloads(equation.params["policy"])
+            return None if keep else equation.params["jaxpr"]
+        rule = _ENTERED.get(equation.primitive)
+        return None if rule is None else rule(equation.params)
+
+    def enter(self, equation: Any, inner: Any, inputs: tuple, environment: dict, source: Any) -> None:
+        local: dict[Any, int | Constant] = dict(zip(compat.input_variables(inner), inputs, strict=True))
+        self.bind_constants(inner, local)
+        self.walk(compat.bare_jaxpr(inner), local, source, equation.params.get("name"))
+        for variable, atom in zip(equation.outvars, compat.bare_jaxpr(inner).outvars, strict=True):
+            environment[variable] = self.read(atom, local)
+
+    def emit(self, equation: Any, inputs: tuple, source: Any) -> tuple[int, ...]:
+        key = None if equation.effects else _number(equation, inputs)
+        if key is not None and key in self.numbering:
+            return self.numbering[key]
+        outputs = tuple(self.new_value(variable.aval) for variable in equation.outvars)
+        self.equations.append(
+            Equation(
+                equation.primitive, inputs, outputs, equation.params, frozenset(equation.effects), source, equation.ctx
+            )
+        )
+        if key is not None:
+            self.numbering[key] = outputs
+        return outputs
+
+    def alive(self, outputs: Sequence[int | Constant]) -> tuple[Equation, ...]:
+        needed = {atom for atom in outputs if not isinstance(atom, Constant)}
+        kept = []
+        for equation in reversed(self.equations):
+            if equation.effects or not needed.isdisjoint(equation.outputs):
+                kept.append(equation)
+                needed.update(atom for atom in equation.inputs if not isinstance(atom, Constant))
+        return tuple(reversed(kept))
+
+
+def _number(equation: Any, inputs: tuple) -> Any | None:
+    """The value number: equal keys compute equal values. None where two runs may differ or the key cannot be told."""
+    if equation.primitive in compat.STATEFUL:
+        return None
+    try:
+        params = tuple(sorted((name, _hashable(value)) for name, value in equation.params.items()))
+        operands = tuple(_constant_key(x) if isinstance(x, Constant) else x for x in inputs)
+        key = (equation.primitive, operands, params, equation.ctx)
+        hash(key)
+    except TypeError:
+        return None
+    return key
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        return (value.shape, str(value.dtype), value.tobytes())
+    return value
+
+
+def _constant_key(constant: Constant) -> Any:
+    value = constant.value
+    if isinstance(value, jax.Array) and value.size > 1:
+        return ("array", id(value))
+    return ("literal", str(constant.aval), np.asarray(value).tobytes())
