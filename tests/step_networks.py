@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ def dense(params: Params, x: jax.Array) -> jax.Array:
 
 
 def mlp_params(rng: np.random.Generator, sizes: list[int]) -> Params:
-    return [dense_params(rng, inputs, outputs) for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True)]
+    return [dense_params(rng, inputs, outputs) for inputs, outputs in pairwise(sizes)]
 
 
 def mlp(params: Params, x: jax.Array, activation: Activation = jnp.tanh) -> jax.Array:

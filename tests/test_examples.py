@@ -48,7 +48,7 @@ def test_the_classifier_fits_other_image_sizes(name: str, size: int) -> None:
 
 
 def test_an_unknown_network_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown network 'resnet51'.*densenet121.*resnet50"):
+    with pytest.raises(ValueError, match=r"unknown network 'resnet51'.*densenet121.*resnet50"):
         image_classifier("resnet51", batch=2)
 
 

@@ -22,7 +22,7 @@ Loss = Callable[..., jax.Array]
 
 BATCH = 2048
 WIDTH = 128
-MLP_SIZES = [32, *[WIDTH] * 12, 8]
+INPUTS, OUTPUTS = 32, 8
 
 
 @dataclass(frozen=True)
@@ -68,13 +68,14 @@ def squared_error(predictions: jax.Array, targets: jax.Array) -> jax.Array:
 
 def vectors(rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
     """Inputs (batch, 32) and targets (batch, 8)."""
-    inputs = rng.normal(size=(BATCH, MLP_SIZES[0])).astype(np.float32)
-    return jnp.asarray(inputs), jnp.asarray(np.sin(inputs[:, : MLP_SIZES[-1]]))
+    inputs = rng.normal(size=(BATCH, INPUTS)).astype(np.float32)
+    return jnp.asarray(inputs), jnp.asarray(np.sin(inputs[:, : OUTPUTS]))
 
 
-def mlp_args(optimizer: optax.GradientTransformation) -> tuple:
+def mlp_args(optimizer: optax.GradientTransformation, hidden_layers: int = 12) -> tuple:
     rng = np.random.default_rng(0)
-    return start(networks.mlp_params(rng, MLP_SIZES), optimizer), *vectors(rng)
+    sizes = [INPUTS, *[WIDTH] * hidden_layers, OUTPUTS]
+    return start(networks.mlp_params(rng, sizes), optimizer), *vectors(rng)
 
 
 def transformer_args(optimizer: optax.GradientTransformation, batch: int = 16, layers: int = 6) -> tuple:
@@ -88,7 +89,7 @@ def mlp_case() -> StepCase:
     """A deep tanh network in a plain function."""
     optimizer = optax.adam(1e-3)
     step = step_of(lambda params, x, y: squared_error(networks.mlp(params, x), y), optimizer)
-    return StepCase("mlp", step, partial(mlp_args, optimizer))
+    return StepCase("mlp", step, partial(mlp_args, optimizer, hidden_layers=24))
 
 
 def conv_net_case() -> StepCase:
@@ -185,11 +186,11 @@ class NnxNet(nnx.Module):
     """Dense layers with batch norm and dropout: (batch, 32) → (batch, 8)."""
 
     def __init__(self, rngs: nnx.Rngs) -> None:
-        self.first = nnx.Linear(MLP_SIZES[0], WIDTH, rngs=rngs)
+        self.first = nnx.Linear(INPUTS, WIDTH, rngs=rngs)
         self.hidden = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(8)])
         self.norms = nnx.List([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(8)])
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
-        self.last = nnx.Linear(WIDTH, MLP_SIZES[-1], rngs=rngs)
+        self.last = nnx.Linear(WIDTH, OUTPUTS, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         x = self.first(x)
@@ -230,7 +231,7 @@ def equinox_case() -> StepCase:
         return eqx.apply_updates(model, updates), opt_state, loss
 
     def make_args() -> tuple:
-        model = eqx.nn.MLP(MLP_SIZES[0], MLP_SIZES[-1], WIDTH, depth=12, activation=jnp.tanh, key=jax.random.key(0))
+        model = eqx.nn.MLP(INPUTS, OUTPUTS, WIDTH, depth=12, activation=jax.nn.gelu, key=jax.random.key(0))
         return model, optimizer.init(eqx.filter(model, eqx.is_array)), *vectors(np.random.default_rng(0))
 
     return StepCase("equinox", step, make_args)

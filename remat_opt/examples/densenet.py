@@ -7,11 +7,11 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from remat_opt.examples.layers import batch_norm, conv, remat_if
+from remat_opt.examples.layers import batch_norm, conv, padded_max_pool, remat_if
 
 
 class DenseLayer(nn.Module):
-    """The new features of one layer: (batch, h, w, c) → (batch, h, w, growth), through a 1x1 of 4 * growth channels."""
+    """The new features of one layer: (batch, h, w, c) → (batch, h, w, growth), by way of 4 * growth channels."""
 
     growth: int
     dtype: jnp.dtype
@@ -37,7 +37,7 @@ class Transition(nn.Module):
 
 
 class DenseNet(nn.Module):
-    """Images (batch, height, width, 3) → logits (batch, num_classes); `block_sizes` counts the layers per dense block.
+    """Images (batch, height, width, 3) → logits (batch, num_classes); `block_sizes` counts layers per dense block.
 
     `remat` wraps every dense layer and every transition in `nn.remat`; the concatenations stay outside.
     """
@@ -53,7 +53,7 @@ class DenseNet(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = conv(self.stem_features, 7, 2, dtype=self.dtype, name="stem")(x)
         x = nn.relu(batch_norm(train, dtype=self.dtype, name="stem_norm")(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        x = padded_max_pool(x)
         layer, transition = remat_if(self.remat, DenseLayer), remat_if(self.remat, Transition)
         for block, size in enumerate(self.block_sizes):
             for index in range(size):

@@ -31,6 +31,12 @@ def batch_norm(train: bool, *, dtype: jnp.dtype, name: str | None = None) -> nn.
     return nn.BatchNorm(use_running_average=not train, momentum=0.9, epsilon=1e-5, dtype=dtype, name=name)
 
 
+def padded_max_pool(x: jax.Array) -> jax.Array:
+    """3x3 maximum with stride 2 and padding 1: (batch, h, w, c) → (batch, h / 2, w / 2, c)."""
+    padding = ((1, 1), (1, 1))
+    return nn.max_pool(x, (3, 3), (2, 2), padding=padding)  # pyright: ignore[reportArgumentType]  (annotated as str)
+
+
 def adaptive_average_pool(x: jax.Array, size: Sequence[int]) -> jax.Array:
     """(batch, height, width, channels) → (batch, *size, channels), any size; a map that fits is left alone.
 

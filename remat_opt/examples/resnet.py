@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from remat_opt.examples.layers import batch_norm, conv, remat_if
+from remat_opt.examples.layers import batch_norm, conv, padded_max_pool, remat_if
 
 
 class BasicBlock(nn.Module):
@@ -74,7 +74,7 @@ class ResNet(nn.Module):
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
         x = conv(64, 7, 2, dtype=self.dtype, name="stem")(x)
         x = nn.relu(batch_norm(train, dtype=self.dtype, name="stem_norm")(x))
-        x = nn.max_pool(x, (3, 3), (2, 2), padding=((1, 1), (1, 1)))
+        x = padded_max_pool(x)
         block = remat_if(self.remat, self.block)
         for stage, size in enumerate(self.stage_sizes):
             for index in range(size):

@@ -50,6 +50,8 @@ def check_jax_version(version: str = jax.__version__) -> None:
         )
 
 
+check_jax_version()  # before anything is read that an old JAX may not have
+
 # Primitives, by the object. Those without a public name are read off the jaxpr of a public function, once.
 
 
@@ -182,3 +184,13 @@ def item_bytes(dtype: Any) -> int:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return dtype.itemsize
     return np.dtype(dtype).itemsize
+
+
+def closed_over_tracers(traced: Any) -> tuple[Any, ...]:
+    """Values of an outer transform that a traced function reads from its closure; they lead its jaxpr's inputs."""
+    return tuple(traced._consts) if traced._num_consts else ()
+
+
+def function_of_jaxpr(traced: Any) -> Callable[..., list[Any]]:
+    """The flat function that a traced function's jaxpr stands for; closed-over tracers lead its arguments."""
+    return extend_core.jaxpr_as_fun(traced.jaxpr)

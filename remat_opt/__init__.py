@@ -1,0 +1,21 @@
+"""remat_opt: make a JAX training step fit in memory.
+
+`optimize(train_step)` reads a whole training step, finds which tensors are worth keeping between the forward and the
+backward pass, and makes XLA recompute everything else.
+"""
+
+from remat_opt.api import optimize
+from remat_opt.budget import InfeasibleBudget
+from remat_opt.optimized import OptimizedFunction, RematWarning
+from remat_opt.plan import Plan, PlanError
+from remat_opt.report.explain import Explanation
+
+__all__ = [
+    "Explanation",
+    "InfeasibleBudget",
+    "OptimizedFunction",
+    "Plan",
+    "PlanError",
+    "RematWarning",
+    "optimize",
+]

@@ -1,0 +1,86 @@
+"""The public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from remat_opt.adapters import adapt
+from remat_opt.optimized import OptimizedFunction, merge_options
+from remat_opt.plan import Plan
+from remat_opt.planning import Settings, check_settings
+from remat_opt.program import compat
+from remat_opt.targets import Target
+
+
+def optimize(
+    fun: Callable,
+    *,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    solver: str = "auto",
+    plan: Plan | None = None,
+    verify: bool = True,
+    keep_user_checkpoints: bool = False,
+    on_error: str = "raise",
+    **jit_options: Any,
+) -> Any:
+    """Give a training step back with a fraction of its memory and the same results.
+
+    The step is read as a whole (forward, backward and optimizer), the tensors worth keeping are searched, and XLA is
+    made to recompute everything else. Call the result as you would call `jax.jit(fun)`.
+
+    Args:
+        fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object. What a jitted function
+            was made with (donation, static arguments, shardings, compiler options) is kept. A plain function that is
+            called with nnx modules is treated as `nnx.jit` treats it.
+        budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
+            as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
+            (temporary + arguments + outputs − aliased, as the compiler reports it) fits; a float in (0, 1] for a
+            fraction of the compiled temporary memory of the step as given. A budget is checked against the compiled
+            step.
+        target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
+        solver: name of the search.
+        plan: a plan of the same program to use instead of searching.
+        verify: compile to check budgets. False plans without compiling and promises nothing.
+        keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
+            entered, and the search is free to choose better.
+        on_error: "raise", or "plain" to run the step as given, with a warning, where planning fails.
+        **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name.
+
+    Returns:
+        An `OptimizedFunction` (for nnx and equinox the same kind of object as was given): called like `jax.jit(fun)`,
+        with `lower`, `trace`, `eval_shape`, `plan`, `explain` and `jaxpr`.
+
+    Raises:
+        TypeError: `fun` is no function.
+        ValueError: a budget, solver, target or mode that does not exist; the message lists those that do.
+        InfeasibleBudget: at the first call of a signature, where the budget cannot be kept.
+    """
+    settings = check_settings(
+        budget=budget,
+        target=target,
+        solver=solver,
+        plan=plan,
+        verify=verify,
+        keep_user_checkpoints=keep_user_checkpoints,
+        on_error=on_error,
+    )
+    if isinstance(fun, OptimizedFunction):
+        return OptimizedFunction(fun.original, settings, merge_options(fun.options, jit_options))
+    if compat.is_jitted(fun):
+        return _optimize_jitted(fun, settings, jit_options)
+    adapted = adapt(fun, lambda inner: _optimize_jitted(inner, settings, jit_options))
+    if adapted is not None:
+        return adapted
+    if not callable(fun):
+        raise TypeError(
+            f"expected a function (plain, jax.jit, nnx.jit or eqx.filter_jit), got {type(fun).__name__} {fun!r}; "
+            "write remat_opt.optimize(train_step), without calling train_step"
+        )
+    return OptimizedFunction(fun, settings, dict(jit_options))
+
+
+def _optimize_jitted(jitted: Callable, settings: Settings, jit_options: dict[str, Any]) -> OptimizedFunction:
+    description = compat.describe_jit(jitted)
+    return OptimizedFunction(description.fun, settings, merge_options(description.options, jit_options))

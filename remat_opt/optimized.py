@@ -1,0 +1,355 @@
+"""`OptimizedFunction`: a decision inside a function that is called like `jax.jit`'s.
+
+One `jax.jit` of ours wraps a function that stands for the user's. When that jit misses its cache it traces; the traced
+function looks its program up among the decisions and writes it. Where there is no decision yet it raises `_PlanNeeded`,
+the call below plans outside of any trace, with the real arguments at hand, and calls again. So nothing of ours runs
+once a signature is compiled, keys are jit's own, and the executable that was compiled to check a budget is the one that
+the call uses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
+from remat_opt.plan import Plan
+from remat_opt.planning import Decision, Prepared, Settings, decide, prepare, run_as_given
+from remat_opt.program import compat
+from remat_opt.program.capture import Captured, capture_traced, dynamic_leaves
+from remat_opt.report.explain import Explanation, explain
+from remat_opt.search import Solution
+from remat_opt.targets import Figures, Target, measure_flat, read_figures, resolve_target
+from remat_opt.targets.options import compiler_options_for, platform_of
+from remat_opt.write.differentiable import with_derivative_of
+
+
+class RematWarning(UserWarning):
+    """Something that a user of `optimize` should know and that leaves results right."""
+
+
+class _PlanNeeded(Exception):
+    """Raised while tracing: this signature has no decision yet."""
+
+
+class OptimizedFunction:
+    """A step that recomputes instead of remembering. Called like the `jax.jit` of the function it was made from.
+
+    Made by `optimize`; has `plan`, `explain` and `jaxpr` beside `lower`, `trace` and `eval_shape`.
+    """
+
+    def __init__(self, fun: Callable, settings: Settings, options: dict[str, Any]):
+        functools.update_wrapper(self, fun, updated=())
+        self._fun = fun
+        self._settings = settings
+        self._options = options
+        self._plain = jax.jit(fun, **options)
+        self._jitted: Callable | None = None
+        self._inner = jax.jit(self._standing_for(self._write_inside), **options)
+        self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
+        self._written: dict[int, Solution] = {}  # what the present jit has traced, by the same key
+        self._lock = threading.RLock()
+        self._handed = threading.local()
+        self._told: set[str] = set()
+        self._delegate: AdaptedFunction | None = None  # once the function has been called with nnx modules
+
+    @property
+    def original(self) -> Callable:
+        """The function that was given."""
+        return self._fun
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `jax.jit` that it is jitted with, without those that are ours."""
+        return dict(self._options)
+
+    # Calling
+
+    def __call__(self, *args, **kwargs):
+        if self._delegate is not None:
+            return self._delegate(*args, **kwargs)
+        if not compat.outside_of_any_trace():
+            return self._call_inside(args, kwargs)
+        try:
+            return (self._jitted or self._make_jitted())(*args, **kwargs)
+        except _PlanNeeded:
+            pass
+        if self._is_for_modules(args, kwargs):
+            return self._delegate(*args, **kwargs)
+        return self._with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs)
+
+    def _is_for_modules(self, args: tuple, kwargs: dict) -> bool:
+        """Whether calls go through `nnx.jit`: from the first one with an nnx module on."""
+        if self._delegate is None and takes_modules(args, kwargs):
+            self._delegate = adapt_function_of_modules(self._fun, self._optimize_inner, self._options)
+        return self._delegate is not None
+
+    def _optimize_inner(self, jitted: Callable) -> OptimizedFunction:
+        description = compat.describe_jit(jitted)
+        return OptimizedFunction(description.fun, self._settings, description.options)
+
+    def lower(self, *args, **kwargs):
+        """As `jax.jit(fun).lower`: the optimised step, lowered for these arguments."""
+        if self._is_for_modules(args, kwargs):
+            return self._delegate.lower(*args, **kwargs)
+        return self._with_plan(lambda jitted: jitted.lower(*args, **kwargs), args, kwargs)
+
+    def trace(self, *args, **kwargs):
+        """As `jax.jit(fun).trace`: the optimised step, traced for these arguments."""
+        if self._is_for_modules(args, kwargs):
+            return self._delegate.trace(*args, **kwargs)
+        return self._with_plan(lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
+
+    def eval_shape(self, *args, **kwargs):
+        """As `jax.jit(fun).eval_shape`; nothing is planned."""
+        if self._is_for_modules(args, kwargs):
+            return self._delegate.eval_shape(*args, **kwargs)
+        return self._plain.eval_shape(*args, **kwargs)
+
+    def jaxpr(self, *args, **kwargs):
+        """The closed jaxpr of the optimised step; each recomputed segment is one `checkpoint` equation."""
+        if self._is_for_modules(args, kwargs):
+            return self._delegate.jaxpr(*args, **kwargs)
+        return self.trace(*args, **kwargs).jaxpr
+
+    def plan(self, *args, **kwargs) -> Plan:
+        """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        if self._is_for_modules(args, kwargs):
+            return self._delegate.plan(*args, **kwargs)
+        return self._decision(args, kwargs).plan
+
+    def explain(self, *args, **kwargs) -> Explanation:
+        """What is saved, what is recomputed, why, and what it costs; `print` it, or `.save("picture.png")`."""
+        if self._is_for_modules(args, kwargs):
+            return self._delegate.explain(*args, **kwargs)
+        decision = self._decision(args, kwargs)
+        prepared, solution = decision.prepared, decision.solution
+        return explain(
+            decision.plan,
+            prepared.problem.graph,
+            prepared.problem.plain.liveness,
+            solution.liveness,
+            prepared.names(solution.choice),
+            dict(decision.seconds),
+        )
+
+    def clear_cache(self) -> None:
+        """Forget all plans and compiled steps."""
+        with self._lock:
+            self._decisions.clear()
+            self._forget_compiled()
+
+    # Planning on a miss
+
+    def _with_plan(self, use: Callable[[Callable], Any], args: tuple, kwargs: dict) -> Any:
+        try:
+            return use(self._jitted or self._make_jitted())
+        except _PlanNeeded:
+            pass  # leave the handler, so that later errors do not carry it
+        decision = self._decision(args, kwargs)
+        with self._hand(decision.prepared, decision.solution):
+            return use(self._jitted or self._make_jitted())
+
+    def _decision(self, args: tuple, kwargs: dict) -> Decision:
+        with self._lock:
+            started = time.perf_counter()
+            traced = self._plain.trace(*args, **kwargs)
+            key = id(traced.jaxpr)
+            if key in self._decisions:
+                return self._decisions[key]
+            prepared = self._prepare(traced)
+            prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
+            decision = self._decide(prepared, args, kwargs)
+            self._tell(decision)
+            if not prepared.captured.closed_over:
+                self._decisions[key] = decision
+            if self._written.get(key, decision.solution) is not decision.solution:
+                self._forget_compiled()
+            return decision
+
+    def _prepare(self, traced: Any) -> Prepared:
+        captured = capture_traced(traced, keep_checkpoints=self._settings.keep_user_checkpoints)
+        return prepare(captured, resolve_target(self._settings.target))
+
+    def _decide(self, prepared: Prepared, args: tuple, kwargs: dict) -> Decision:
+        outside = compat.outside_of_any_trace()
+        measure = functools.partial(self._measure, prepared, args, kwargs) if outside else None
+        try:
+            return decide(prepared, self._settings, measure)
+        except Exception as error:
+            if self._settings.on_error == "raise":
+                raise
+            self._warn(f"planning failed, the step runs as it was given: {type(error).__name__}: {error}")
+            return run_as_given(prepared, self._settings, f"planning failed: {error}")
+
+    def _measure(self, prepared: Prepared, args: tuple, kwargs: dict, solution: Solution | None) -> Figures:
+        """Compile a candidate (None: the step as it was given) for the target."""
+        if prepared.target.name != resolve_target(None).name:
+            return self._measure_elsewhere(prepared, solution)
+        if solution is None:
+            return _compile(jax.jit(self._fun, **self._jit_options()), args, kwargs, prepared.target)
+        if id(prepared.captured.traced.jaxpr) in self._written:
+            self._forget_compiled()  # this jit holds another candidate for the same signature
+        with self._hand(prepared, solution):
+            return _compile(self._jitted or self._make_jitted(), args, kwargs, prepared.target)
+
+    def _measure_elsewhere(self, prepared: Prepared, solution: Solution | None) -> Figures:
+        captured = prepared.captured
+        donated = [index for index, given in enumerate(captured.donated) if given]
+        plain = compat.function_of_jaxpr(captured.traced)
+        fun = plain if solution is None else functools.partial(_flat_call, prepared, solution)
+        return measure_flat(
+            fun,
+            captured.input_avals,
+            donated=donated,
+            target=prepared.target,
+            compiler_options=compiler_options_for(prepared.target.platform, self._options.get("compiler_options")),
+        )
+
+    @contextlib.contextmanager
+    def _hand(self, prepared: Prepared, solution: Solution) -> Iterator[None]:
+        """What the next trace on this thread is to write."""
+        self._handed.candidate = (prepared, solution)
+        try:
+            yield
+        finally:
+            self._handed.candidate = None
+
+    def _forget_compiled(self) -> None:
+        self._jitted = None
+        self._written = {}
+
+    # Writing, while jax.jit traces
+
+    def _make_jitted(self) -> Callable:
+        with self._lock:
+            if self._jitted is None:
+                self._written = {}
+                self._jitted = jax.jit(self._standing_for(self._write), **self._jit_options())
+            return self._jitted
+
+    def _jit_options(self) -> dict[str, Any]:
+        options = dict(self._options)
+        ours = compiler_options_for(platform_of(options), options.get("compiler_options"))
+        if ours:
+            options["compiler_options"] = ours
+        return options
+
+    def _standing_for(self, write: Callable) -> Callable:
+        """`write` with the name and the signature of the user's function, which jit reads its options by."""
+
+        @functools.wraps(self._fun)
+        def standing(*args, **kwargs):
+            return write(args, kwargs)
+
+        return standing
+
+    def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
+        handed = getattr(self._handed, "candidate", None)
+        if handed is not None:
+            return handed
+        decision = self._decisions.get(id(traced.jaxpr))
+        if decision is None:
+            raise _PlanNeeded
+        return decision.prepared, decision.solution
+
+    def _write(self, args: tuple, kwargs: dict) -> Any:
+        traced = self._plain.trace(*args, **kwargs)
+        prepared, solution = self._candidate(traced)
+        self._written[id(traced.jaxpr)] = solution
+        if not solution.schedule.recomputed:
+            return self._fun(*args, **kwargs)
+        try:
+            results = prepared.emit(solution, dynamic_leaves(args, kwargs))
+        except Exception as error:
+            if self._settings.on_error == "raise":
+                raise
+            self._warn(f"writing failed, the step runs as it was given: {type(error).__name__}: {error}")
+            return self._fun(*args, **kwargs)
+        return jax.tree.unflatten(traced.out_tree, results)
+
+    # Inside another transform
+
+    def _call_inside(self, args: tuple, kwargs: dict) -> Any:
+        decision = self._decision(args, kwargs)
+        if not decision.solution.schedule.recomputed:
+            return self._plain(*args, **kwargs)
+        if platform_of(self._options) == "cpu":
+            self._warn(
+                "called inside another jit, grad, vmap or scan: compiler options cannot be set there, so that nothing "
+                "will be saved on the CPU. Give remat_opt.optimize the outermost function instead of jax.jit"
+            )
+        with self._hand(decision.prepared, decision.solution):
+            return self._inner(*args, **kwargs)
+
+    def _write_inside(self, args: tuple, kwargs: dict) -> Any:
+        traced = self._plain.trace(*args, **kwargs)
+        prepared, solution = self._candidate(traced)
+        emit = functools.partial(_flat_call, prepared, solution)
+        leaves = [*compat.closed_over_tracers(traced), *dynamic_leaves(args, kwargs)]
+        results = with_derivative_of(compat.function_of_jaxpr(traced), emit, leaves, prepared.captured.program.effects)
+        return jax.tree.unflatten(traced.out_tree, results)
+
+    # Telling
+
+    def _tell(self, decision: Decision) -> None:
+        plan = decision.plan
+        if plan.is_plain and plan.note:
+            self._warn(f"{self._name}: {plan.note}; the step runs as it was given")
+        attached = resolve_target(None).name
+        if plan.target != attached:
+            self._warn(
+                f"{self._name}: planned for {plan.target}, called on {attached}: its figures were not checked here"
+            )
+
+    @property
+    def _name(self) -> str:
+        return getattr(self._fun, "__qualname__", repr(self._fun))
+
+    def _warn(self, message: str) -> None:
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=_callers_level())
+
+
+def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str, Any]:
+    """Options of a jitted function under those that a user adds; compiler options are merged by name."""
+    merged = {**given, **overriding}
+    for kind in ("static", "donate"):
+        # What is said by number replaces what was said by name, and the other way round.
+        if f"{kind}_argnums" in overriding and f"{kind}_argnames" not in overriding:
+            merged.pop(f"{kind}_argnames", None)
+        if f"{kind}_argnames" in overriding and f"{kind}_argnums" not in overriding:
+            merged.pop(f"{kind}_argnums", None)
+    options = {**(given.get("compiler_options") or {}), **(overriding.get("compiler_options") or {})}
+    if options:
+        merged["compiler_options"] = options
+    return merged
+
+
+def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any]:
+    return prepared.emit(solution, leaves)
+
+
+def _compile(jitted: Callable, args: tuple, kwargs: dict, target: Target) -> Figures:
+    started = time.perf_counter()
+    compiled = jitted.lower(*args, **kwargs).compile()
+    return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)
+
+
+def _callers_level() -> int:
+    """How far up the stack the first frame outside of this package is."""
+    level = 1
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "remat_opt":
+        frame = frame.f_back
+        level += 1
+    return max(level - 1, 1)

@@ -1,0 +1,191 @@
+"""`Plan`: what was decided for one program, to be read, saved, loaded, edited and used again."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from remat_opt.graph.derive import Choice
+from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.targets.figures import Figures
+
+SCHEMA = 1
+
+
+class PlanError(ValueError):
+    """A plan cannot be read, or does not fit the program it is used on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the models say of a plan, without compiling.
+
+    Attributes:
+        plain_peak_bytes: peak of temporary memory of the step as it was given.
+        peak_bytes: the same for the planned step.
+        saved_bytes: bytes of all saved tensors.
+        flops: FLOPs of the step as it was given.
+        extra_flops: FLOPs that are recomputed.
+        seconds: estimated time of the step as it was given, by the target's roofline.
+        extra_seconds: estimated time of the recomputation.
+    """
+
+    plain_peak_bytes: int
+    peak_bytes: int
+    saved_bytes: int
+    flops: float
+    extra_flops: float
+    seconds: float
+    extra_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The decision for one program.
+
+    Attributes:
+        fingerprint: SHA-256 of the inlined program; a plan is refused for any other.
+        inputs: types of the program's inputs, to tell where a plan does not fit.
+        equations: how many equations the inlined program has.
+        target: name of the device that was planned for.
+        solver: name of the search.
+        budget: the budget as it was asked for; None for the least memory.
+        saved: names of the saved tensors. Only this may be edited by hand; the schedule is then derived again.
+        choice: the search's decision by ids: the saved values, the cuts and the turning points.
+        schedule: the order of all ops, with repeats.
+        predicted: the models' figures.
+        measured: the compiler's figures of the planned step, where it was compiled.
+        plain_measured: the compiler's figures of the step as it was given, where it was compiled.
+        versions: versions of remat_opt, jax and jaxlib that planned.
+        note: why the plan is as it is, in a sentence, where there is something to say.
+        edited: the saved set was edited by hand; schedule and figures are those of before.
+    """
+
+    fingerprint: str
+    inputs: tuple[str, ...]
+    equations: int
+    target: str
+    solver: str
+    budget: int | float | str | None
+    saved: tuple[str, ...]
+    choice: Choice
+    schedule: Schedule
+    predicted: Prediction
+    measured: Figures | None = None
+    plain_measured: Figures | None = None
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    note: str = ""
+    edited: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is recomputed: the step runs as it was given."""
+        return not self.schedule.recomputed
+
+    def to_json(self) -> str:
+        """The plan as text; `from_json` gives it back."""
+        document = {
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "inputs": list(self.inputs),
+            "equations": self.equations,
+            "target": self.target,
+            "solver": self.solver,
+            "budget": self.budget,
+            "saved": list(self.saved),
+            "saved_digest": _digest(self.saved),
+            "choice": {
+                "saved": sorted(self.choice.saved),
+                "turning_points": list(self.choice.turning_points),
+                "cuts": list(self.choice.cuts),
+            },
+            "schedule": [{"recomputed": run.recomputed, "ops": _to_ranges(run.ops)} for run in self.schedule.runs],
+            "predicted": dataclasses.asdict(self.predicted),
+            "measured": self.measured and self.measured.as_json(),
+            "plain_measured": self.plain_measured and self.plain_measured.as_json(),
+            "versions": dict(self.versions),
+            "note": self.note,
+        }
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is no plan, is cut short, or has another schema.
+        """
+        try:
+            document = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise PlanError(
+                f"expected the JSON text of a plan, as plan.save(path) writes it; it cannot be read at line "
+                f"{error.lineno}: {error.msg}. Plan again with step.plan(*args).save(path)"
+            ) from error
+        found = document.get("schema") if isinstance(document, dict) else None
+        if found != SCHEMA:
+            raise PlanError(
+                f"expected a plan of schema {SCHEMA}, found {found!r}; plan again with step.plan(*args).save(path)"
+            )
+        try:
+            return cls._from_document(document)
+        except (KeyError, TypeError, ValueError) as error:
+            raise PlanError(
+                f"expected a whole plan, as plan.save(path) writes it; {type(error).__name__} at {error}. "
+                "Plan again with step.plan(*args).save(path)"
+            ) from error
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Plan:
+        choice = document["choice"]
+        saved = tuple(document["saved"])
+        runs = tuple(Run(_from_ranges(run["ops"]), run["recomputed"]) for run in document["schedule"])
+        return cls(
+            fingerprint=document["fingerprint"],
+            inputs=tuple(document["inputs"]),
+            equations=document["equations"],
+            target=document["target"],
+            solver=document["solver"],
+            budget=document["budget"],
+            saved=saved,
+            choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
+            schedule=Schedule(runs),
+            predicted=Prediction(**document["predicted"]),
+            measured=document["measured"] and Figures.from_json(document["measured"]),
+            plain_measured=document["plain_measured"] and Figures.from_json(document["plain_measured"]),
+            versions=document["versions"],
+            note=document["note"],
+            edited=_digest(saved) != document["saved_digest"],
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a file; errors as `from_json`."""
+        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+
+
+def _digest(names: tuple[str, ...]) -> str:
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _to_ranges(ops: tuple[int, ...]) -> list[list[int]]:
+    """Op ids as [first, count] of consecutive ones: short, and the same for the same schedule."""
+    ranges: list[list[int]] = []
+    for op in ops:
+        if ranges and ranges[-1][0] + ranges[-1][1] == op:
+            ranges[-1][1] += 1
+        else:
+            ranges.append([op, 1])
+    return ranges
+
+
+def _from_ranges(ranges: list[list[int]]) -> tuple[int, ...]:
+    return tuple(op for first, count in ranges for op in range(first, first + count))

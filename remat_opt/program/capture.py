@@ -1,0 +1,54 @@
+"""Capture: a function and its arguments become a flat program, with donation."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_opt.program import compat
+from remat_opt.program.inline import Program, inline
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Captured:
+    """One traced signature of a jitted function.
+
+    Attributes:
+        traced: JAX's own record; its jaxpr is the same object for every call of the same signature.
+        program: the flat program. Its inputs are the values the function closes over while it is differentiated or
+            batched (`closed_over`), then the flat dynamic arguments.
+        donated: for each input of the program whether its buffer may be reused.
+        closed_over: tracers of an outer transform that the function reads without having them as arguments.
+    """
+
+    traced: Any
+    program: Program
+    donated: tuple[bool, ...]
+    closed_over: tuple[Any, ...]
+
+    @property
+    def input_avals(self) -> tuple[Any, ...]:
+        """Abstract values of the program's inputs."""
+        return tuple(self.program.avals[value] for value in self.program.inputs)
+
+
+def capture(jitted: Callable, args: tuple, kwargs: dict, *, keep_checkpoints: bool = False) -> Captured:
+    """Trace a jitted function on arguments (arrays, tracers or `ShapeDtypeStruct`s) and flatten what it does."""
+    traced = jitted.trace(*args, **kwargs)
+    return capture_traced(traced, keep_checkpoints=keep_checkpoints)
+
+
+def capture_traced(traced: Any, *, keep_checkpoints: bool = False) -> Captured:
+    """The same for a function that has been traced."""
+    closed_over = compat.closed_over_tracers(traced)
+    given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
+    program = inline(traced.jaxpr, keep_checkpoints=keep_checkpoints)
+    return Captured(traced, program, (False,) * len(closed_over) + given, closed_over)
+
+
+def dynamic_leaves(args: tuple, kwargs: dict) -> list[Any]:
+    """The flat dynamic arguments of a function that is being traced by `jax.jit`: all leaves but the static ones."""
+    return [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, compat.Tracer)]

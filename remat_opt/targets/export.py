@@ -1,0 +1,170 @@
+"""Carry a flat JAX function to another process: export it for a platform that is not attached here.
+
+Gaps: programs with host callbacks (`io_callback`, `pure_callback`) have no portable form, and a program that is spread
+over several devices is not carried yet.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+from jax.extend import core as extend_core
+
+from remat_opt.targets.errors import ProgramNotPortable, TargetUnavailable
+
+_WITHOUT_PRINTS = "measured without the program's debug prints and debug callbacks"
+
+
+@dataclass(frozen=True)
+class PortableProgram:
+    """An exported function, ready to be compiled in another process.
+
+    Attributes:
+        serialised: the program, by `jax.export`.
+        donated: positions of the arguments whose memory may be reused.
+        keep_unused: whether arguments that the program does not read are still its arguments.
+        note: what differs from the function as given; empty if nothing.
+    """
+
+    serialised: bytearray
+    donated: tuple[int, ...]
+    keep_unused: bool
+    note: str
+
+
+def export_flat(
+    fun: Callable[..., Sequence[Any]],
+    avals: Sequence[Any],
+    *,
+    platform: str,
+    donated: Sequence[int] = (),
+    keep_unused: bool = True,
+) -> PortableProgram:
+    """Export a flat function for a platform.
+
+    Args:
+        fun: takes arrays by position, returns a list or tuple of arrays.
+        avals: a `jax.ShapeDtypeStruct` for each argument; typed random keys travel as their key data.
+        platform: "cpu", "cuda" or "tpu".
+        donated: positions of the arguments whose memory may be reused.
+        keep_unused: as of `jax.jit`.
+
+    Raises:
+        ProgramNotPortable: the program calls back to the host, or is spread over several devices.
+        TargetUnavailable: the package that serialises programs is not installed.
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise TargetUnavailable(
+            "compiling for an absent device needs the package flatbuffers, which is not installed; "
+            'write: pip install "remat_opt[cuda-aot]" or pip install "remat_opt[tpu-aot]"'
+        )
+    _refuse_several_devices(avals)
+    program, arguments = _with_key_data(fun, avals)
+    jitted = jax.jit(program, keep_unused=keep_unused)
+    closed = jitted.trace(*arguments).jaxpr
+    note = ""
+    if closed.effects & _debug_effects():
+        jitted = jax.jit(extend_core.jaxpr_as_fun(without_debug_effects(closed)), keep_unused=keep_unused)
+        note = _WITHOUT_PRINTS
+    # The same versions export and compile, so custom calls (Pallas kernels, linear algebra) need no stability promise.
+    checks = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
+    try:
+        exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=checks)(*arguments)
+        serialised = exported.serialize()
+    except (ValueError, NotImplementedError) as error:
+        raise ProgramNotPortable(
+            f"expected a program that jax.export can carry to the compiler for {platform}, got: {error}. Take host "
+            "callbacks out of the step for the measurement, or measure where the device is attached (target=None)"
+        ) from error
+    return PortableProgram(serialised, tuple(donated), keep_unused, note)
+
+
+def _refuse_several_devices(avals: Sequence[Any]) -> None:
+    """Only programs of one device are carried; their shardings are replaced by the target's."""
+    for position, aval in enumerate(avals):
+        sharding = getattr(aval, "sharding", None)
+        if sharding is not None and getattr(sharding, "num_devices", 1) > 1:
+            raise ProgramNotPortable(
+                f"expected arguments of one device for an absent target, got argument {position} with {sharding}; "
+                "measure on the attached backend (target=None), or pass the arguments of one device without shardings"
+            )
+
+
+def _with_key_data(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list]:
+    """The same function with typed random keys, inputs and outputs, as arrays of their bits; and its arguments."""
+    arguments: list[jax.ShapeDtypeStruct] = []
+    unwrap: list[str | Any | None] = []
+    for aval in avals:
+        implementation = None
+        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+            implementation, aval = _key_implementation(aval)
+        unwrap.append(implementation)
+        arguments.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)))
+
+    def program(*values):
+        values = [
+            value if implementation is None else jax.random.wrap_key_data(value, impl=implementation)
+            for value, implementation in zip(values, unwrap, strict=True)
+        ]
+        return [
+            jax.random.key_data(value) if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+            for value in fun(*values)
+        ]
+
+    return program, arguments
+
+
+def _key_implementation(aval: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
+    """Which random number generator a typed key is for, and the shape of its bits."""
+    found = []
+
+    def read(keys):
+        found.append(jax.random.key_impl(keys))
+        return jax.random.key_data(keys)
+
+    bits = jax.eval_shape(read, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
+    return found[0], bits
+
+
+@cache
+def _debug_effects() -> frozenset[Any]:
+    """The effects of `jax.debug.print` and `jax.debug.callback`, by the object: read off a traced one."""
+    found: set[Any] = set()
+    for ordered in (False, True):
+        found |= jax.make_jaxpr(lambda ordered=ordered: jax.debug.print("", ordered=ordered))().effects
+    return frozenset(found)
+
+
+def without_debug_effects(closed: Any) -> Any:
+    """A closed jaxpr without its debug prints and callbacks, nested ones included; nothing else is changed."""
+    return closed.replace(jaxpr=_without_debug_equations(closed.jaxpr))
+
+
+def _without_debug_equations(jaxpr: Any) -> Any:
+    """The same for an open jaxpr."""
+    debug = _debug_effects()
+    if not jaxpr.effects & debug:
+        return jaxpr
+    equations = []
+    for equation in jaxpr.eqns:
+        if equation.effects & debug:
+            if not list(extend_core.jaxprs_in_params(equation.params)):
+                continue
+            params = {name: _without_debug_parameter(value) for name, value in equation.params.items()}
+            equation = equation.replace(params=params, effects=equation.effects - debug)
+        equations.append(equation)
+    return jaxpr.replace(eqns=equations, effects=jaxpr.effects - debug)
+
+
+def _without_debug_parameter(value: Any) -> Any:
+    """A parameter of an equation: jaxprs are rewritten, alone or in a tuple or list, the rest is left."""
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_without_debug_parameter, value)) if type(value) in (tuple, list) else value
+    if isinstance(value, extend_core.ClosedJaxpr):
+        return without_debug_effects(value)
+    return _without_debug_equations(value) if isinstance(value, extend_core.Jaxpr) else value

@@ -1,0 +1,96 @@
+"""What a compiler says of a compiled program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import jax
+import jaxlib
+
+from remat_opt.targets.devices import Target
+from remat_opt.targets.worker import compiled_numbers, compiler_version
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The compiler's figures of one program for one target. All sizes are bytes of one device.
+
+    Attributes:
+        temp_bytes: buffers that live only inside the program, packed as the compiler packs them.
+        argument_bytes: the arguments, in the target's layouts.
+        output_bytes: the outputs, in the target's layouts.
+        alias_bytes: arguments whose memory is reused for outputs, because they are donated.
+        generated_code_bytes: the program itself, where the backend counts it (TPU).
+        flops: floating point operations as the compiler counts them (a loop's body may count once); None where it
+            does not (absent GPUs).
+        compile_seconds: wall time of the compiler alone, without tracing and lowering.
+        target: name of the target.
+        jax_version: of the process that compiled.
+        jaxlib_version: of the process that compiled.
+        autotuned: False where the compiler would try kernels on the device, and could not because it is absent: what
+            autotuning chooses, and its scratch memory, are then missing from the figures.
+        compiler: the installed distribution that holds the compiler, as "libtpu 0.0.51".
+        note: what else a reader has to know; empty if nothing.
+    """
+
+    temp_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    generated_code_bytes: int
+    flops: float | None
+    compile_seconds: float
+    target: str
+    jax_version: str
+    jaxlib_version: str
+    autotuned: bool
+    compiler: str = ""
+    note: str = ""
+
+    @property
+    def physical_peak_bytes(self) -> int:
+        """The most memory that the program takes on its device, in bytes."""
+        return self.temp_bytes + self.argument_bytes + self.output_bytes - self.alias_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        """All fields as values that `json.dump` writes."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Figures:
+        """The inverse of `as_json`.
+
+        Raises:
+            ValueError: a field is missing or is not known.
+        """
+        known = {field.name for field in fields(cls)}
+        required = known - {"compiler", "note"}
+        if not required <= set(values) <= known:
+            raise ValueError(
+                f"figures have the fields {sorted(known)}; missing {sorted(required - set(values))}, not known "
+                f"{sorted(set(values) - known)}; read them with the version of remat_opt that wrote them, or measure again"
+            )
+        return cls(**values)
+
+
+def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0, note: str = "") -> Figures:
+    """The figures of a function that was compiled for the attached device.
+
+    Args:
+        compiled: what `jax.jit(...).lower(...).compile()` returns.
+        target: the target of the attached device.
+        compile_seconds: wall time that the compiler took.
+        note: see `Figures`.
+    """
+    return Figures(
+        **compiled_numbers(compiled),
+        compile_seconds=compile_seconds,
+        target=target.name,
+        jax_version=jax.__version__,
+        jaxlib_version=jaxlib.__version__,
+        autotuned=True,
+        compiler=compiler_version(target.platform),
+        note=note,
+    )

@@ -1,0 +1,311 @@
+"""A child process that compiles programs one after the other, and the small cache of such processes."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from remat_opt.targets.devices import Target
+from remat_opt.targets.errors import (
+    CompilationFailed,
+    CompilationOutOfMemory,
+    CompilationTimeout,
+    TargetUnavailable,
+)
+from remat_opt.targets.export import PortableProgram
+from remat_opt.targets.figures import Figures
+
+_MESSAGE_CHARACTERS = 1500
+_WORKER_FILE = Path(__file__).with_name("worker.py")
+
+# platform → (the extra that holds its compiler, modules of which one must be there, what they are in words)
+_NEEDED_MODULES = {
+    "cuda": (
+        "cuda-aot",
+        ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12"),
+        "JAX's CUDA plugin (jax-cuda12-plugin and jax-cuda12-pjrt, or those of cuda13)",
+    ),
+    "tpu": ("tpu-aot", ("libtpu",), "the TPU compiler (libtpu)"),
+}
+_CUDA_TOOLS_MISSING = re.compile(r"libdevice|ptxas|nvlink", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+class Worker:
+    """A live child process that compiles for one platform; starting it takes seconds, so keep it for many programs.
+
+    Usable as a context manager. Its methods may be called from several threads; programs are compiled one at a time.
+    """
+
+    def __init__(self, target: Target, *, dump_to: Path | None = None) -> None:
+        """Start the process; it imports JAX while the caller goes on.
+
+        Args:
+            target: any target of the platform to compile for.
+            dump_to: folder for XLA's text dump of every program that this worker compiles.
+
+        Raises:
+            TargetUnavailable: the compiler for the target's platform is not installed.
+        """
+        check_installed(target)
+        self.platform = target.platform
+        self._lock = threading.Lock()
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(_WORKER_FILE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=child_environment(os.environ, sys.path, dump_to),
+            start_new_session=True,
+        )
+        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read_replies, daemon=True)
+        self._reader.start()
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process can take another program."""
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        """End the process, and NVIDIA's tools that it may have started; what it compiles at the moment is given up."""
+        if self._process.poll() is None:
+            if hasattr(os, "killpg"):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            else:
+                self._process.kill()
+        self._process.wait()
+        self._reader.join()
+        # Closing flushes; what was still on its way to the process has nowhere to go.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._errors.close()
+
+    def compile(
+        self,
+        program: PortableProgram,
+        target: Target,
+        *,
+        compiler_options: Mapping[str, Any] | None = None,
+        time_limit: float | None = None,
+    ) -> Figures:
+        """Compile a program and read the compiler's figures.
+
+        Args:
+            program: the exported function.
+            target: a target of this worker's platform.
+            compiler_options: as of `jax.jit`.
+            time_limit: seconds to wait for the answer, the start of the process included; None waits for ever.
+
+        Raises:
+            CompilationTimeout: there was no answer in time; the process is ended.
+            CompilationOutOfMemory: the compiler refuses a program that does not fit the device.
+            CompilationFailed: any other refusal, or the process died.
+            TargetUnavailable: the compiler does not start.
+        """
+        if target.platform != self.platform:
+            raise ValueError(
+                f"expected a target of this worker's platform {self.platform!r}, got {target.name!r} of "
+                f"{target.platform!r}; start Worker(target) for it"
+            )
+        request = {
+            "platform": target.platform,
+            "config": target.compiler_config,
+            "donated": program.donated,
+            "keep_unused": program.keep_unused,
+            "compiler_options": dict(compiler_options or {}),
+            "program_bytes": len(program.serialised),
+        }
+        with self._lock:
+            try:
+                reply = self._ask(request, program.serialised, target, time_limit)
+            except BaseException:
+                # An answer that nobody reads would be taken for that to the next program.
+                self.close()
+                raise
+        if "figures" not in reply:
+            raise _error(reply, target)
+        return Figures(**reply["figures"], target=target.name, **_judgement(target, program.note))
+
+    def _ask(
+        self, request: dict[str, Any], serialised: bytearray, target: Target, time_limit: float | None
+    ) -> dict[str, Any]:
+        """Send one program and wait for the answer."""
+        deadline = None if time_limit is None else time.monotonic() + time_limit
+        try:
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.write(serialised)
+            self._process.stdin.flush()
+        except (BrokenPipeError, ValueError) as error:
+            raise self._died(target) from error
+        try:
+            line = self._replies.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise CompilationTimeout(
+                f"expected the compiler for {target.name} to finish within {time_limit:g} s, it did not; pass a larger "
+                "time_limit, or a smaller program"
+            ) from None
+        if not line:
+            raise self._died(target)
+        return json.loads(line)
+
+    def _read_replies(self) -> None:
+        """Runs in a thread of its own: one item for each answer, an empty one when the process is gone."""
+        with self._process.stdout as replies:
+            for line in replies:
+                self._replies.put(line)
+        self._replies.put(b"")
+
+    def _died(self, target: Target) -> CompilationFailed:
+        """The process is gone: what it last said is the best explanation."""
+        code = self._process.wait()
+        size = self._errors.seek(0, os.SEEK_END)
+        self._errors.seek(max(0, size - 4 * _MESSAGE_CHARACTERS))
+        last_words = self._errors.read().decode(errors="replace")
+        return CompilationFailed(
+            f"expected the compiler for {target.name} to answer, its process ended with code {code}; it last wrote: "
+            f"{last_words[-_MESSAGE_CHARACTERS:].strip() or 'nothing'}"
+        )
+
+
+def _judgement(target: Target, note: str) -> dict[str, Any]:
+    """What has to be said of figures that were made without the device."""
+    if target.platform != "cuda":
+        return {"autotuned": True, "note": note}
+    absent = "compiled without the device: no autotuning, and none of its scratch memory"
+    return {"autotuned": False, "note": f"{absent}; {note}" if note else absent}
+
+
+def _shortened(message: str) -> str:
+    """The compiler's words, cut in the middle where they are many."""
+    if len(message) <= _MESSAGE_CHARACTERS:
+        return message
+    head, tail = 2 * _MESSAGE_CHARACTERS // 3, _MESSAGE_CHARACTERS // 3
+    return f"{message[:head]} … [{len(message) - head - tail} characters left out] … {message[-tail:]}"
+
+
+def _error(reply: Mapping[str, str], target: Target) -> Exception:
+    """The exception for a failure that the process reported."""
+    message = _shortened(f"{reply['error']}: {reply['message']}")
+    if reply["stage"] == "start":
+        extra = _NEEDED_MODULES.get(target.platform, ("", (), ""))[0]
+        hint = f'; write: pip install "remat_opt[{extra}]" with the version of your jax' if extra else ""
+        return TargetUnavailable(f"expected the compiler for {target.name} to start, got {message}{hint}")
+    if target.platform == "cuda" and _CUDA_TOOLS_MISSING.search(reply["message"]):
+        return TargetUnavailable(
+            f"expected NVIDIA's compiler tools (nvidia-cuda-nvcc-cu12, or nvidia-cuda-nvcc for cuda13), got {message}; "
+            'write: pip install "remat_opt[cuda-aot]"'
+        )
+    failure = f"expected the compiler for {target.name} to accept the program, got {message}"
+    if found := _OUT_OF_MEMORY.search(reply["message"]):
+        needed, needed_unit, limit, limit_unit = found.groups()
+        return CompilationOutOfMemory(
+            failure,
+            round(float(needed) * _BINARY_UNITS[needed_unit]),
+            round(float(limit) * _BINARY_UNITS[limit_unit]),
+        )
+    return CompilationFailed(failure)
+
+
+def check_installed(target: Target) -> None:
+    """Refuse a target whose compiler is not installed, before a process is started for it.
+
+    Raises:
+        TargetUnavailable: what is missing, and what to install.
+    """
+    if not sys.executable:
+        raise TargetUnavailable("expected a Python interpreter to start a child process with, sys.executable is empty")
+    if target.platform not in ("cpu", *_NEEDED_MODULES) or (target.platform != "cpu" and not target.compiler_config):
+        raise TargetUnavailable(
+            f"expected a target with a compiler that works without the device, got {target.name!r} "
+            f"({target.platform}); measure where it is attached (target=None)"
+        )
+    if target.platform == "cpu":
+        return
+    extra, modules, words = _NEEDED_MODULES[target.platform]
+    if not any(_is_installed(module) for module in modules):
+        raise TargetUnavailable(
+            f"compiling for {target.name} needs {words}, which is not installed (linux x86_64 has it); "
+            f'write: pip install "remat_opt[{extra}]"'
+        )
+
+
+def _is_installed(module: str) -> bool:
+    """Whether a module can be imported, without importing it."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def child_environment(environment: Mapping[str, str], search_path: list[str], dump_to: Path | None) -> dict[str, str]:
+    """The environment of the child: the parent's, without what steers JAX, XLA and libtpu.
+
+    Args:
+        environment: the parent's environment variables.
+        search_path: the parent's `sys.path`, so that the child finds the same JAX.
+        dump_to: folder for XLA's text dump, None for none.
+    """
+    steering = ("JAX_", "XLA_", "LIBTPU_", "TPU_", "TF_", "PJRT_", "ENABLE_PJRT_")
+    child = {name: value for name, value in environment.items() if not name.startswith(steering)}
+    child["PYTHONPATH"] = os.pathsep.join(path for path in search_path if path)
+    child["JAX_PLATFORMS"] = "cpu"
+    # Arguments have the dtypes of the exported program, 64 bit ones included.
+    child["JAX_ENABLE_X64"] = "true"
+    # libtpu would look for the metadata server of a cloud machine first, and would let one process of a machine use
+    # it; a process that only compiles needs neither, and so takes no TPU from anybody.
+    child["TPU_SKIP_MDS_QUERY"] = "1"
+    child["ALLOW_MULTIPLE_LIBTPU_LOAD"] = "1"
+    child["TF_CPP_MIN_LOG_LEVEL"] = "2"
+    if dump_to is not None:
+        child["XLA_FLAGS"] = f"--xla_dump_to={Path(dump_to).absolute()} --xla_dump_hlo_as_text"
+    return child
+
+
+_workers: dict[str, Worker] = {}
+_workers_owner: int | None = None
+_workers_lock = threading.Lock()
+
+
+def shared_worker(target: Target) -> Worker:
+    """The one live worker of the target's platform, started at first use and closed at exit."""
+    global _workers_owner
+    with _workers_lock:
+        if _workers_owner != os.getpid():
+            # A forked child must not talk through its parent's pipes.
+            _workers.clear()
+            _workers_owner = os.getpid()
+            atexit.register(close_workers)
+        worker = _workers.get(target.platform)
+        if worker is None or not worker.alive:
+            worker = _workers[target.platform] = Worker(target)
+        return worker
+
+
+def close_workers() -> None:
+    """End the live workers; the next measurement starts a new one."""
+    with _workers_lock:
+        while _workers and _workers_owner == os.getpid():
+            _workers.popitem()[1].close()

@@ -1,0 +1,155 @@
+"""The child process that compiles for a device that is not attached.
+
+It is run by its path and imports nothing of `remat_opt`, so that it starts fast and in the same way whatever the
+parent's program is. It reads requests from its standard input, one line of JSON each, followed by as many bytes of a
+serialised `jax.export` program as the line says, and answers each with one line of JSON on what was its standard
+output; everything else that is printed goes to its standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import json
+import os
+import sys
+import time
+from typing import Any
+
+_DISTRIBUTIONS = {
+    "cpu": ("jaxlib",),
+    "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "jaxlib"),
+    "tpu": ("libtpu",),
+}
+
+
+def compiled_numbers(compiled: Any) -> dict[str, Any]:
+    """What a compiled JAX function says of itself: sizes in bytes, the compiler's count of FLOPs or None.
+
+    XLA's `peak_memory_in_bytes` is left out: it is not reliable on every backend.
+    """
+    memory = compiled.memory_analysis()
+    if memory is None:
+        raise ValueError(
+            f"expected a compiled function whose backend reports its memory, got {type(compiled).__name__} "
+            "without a memory analysis; compile for a cpu, cuda or tpu target instead"
+        )
+    costs = compiled.cost_analysis()
+    if isinstance(costs, (list, tuple)):
+        costs = costs[0] if costs else None
+    flops = (costs or {}).get("flops")
+    return {
+        "temp_bytes": int(memory.temp_size_in_bytes),
+        "argument_bytes": int(memory.argument_size_in_bytes),
+        "output_bytes": int(memory.output_size_in_bytes),
+        "alias_bytes": int(memory.alias_size_in_bytes),
+        "generated_code_bytes": int(memory.generated_code_size_in_bytes),
+        # XLA answers -1 where it did not count.
+        "flops": float(flops) if flops is not None and flops >= 0 else None,
+    }
+
+
+def compiler_version(platform: str) -> str:
+    """The installed distribution that holds the compiler, and its version, as "libtpu 0.0.51"."""
+    from importlib import metadata
+
+    for name in _DISTRIBUTIONS.get(platform, ()):
+        try:
+            return f"{name} {metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+class _TargetDevices:
+    """One device for each target, made when first asked for."""
+
+    def __init__(self) -> None:
+        self._devices: dict[tuple[str, str], Any] = {}
+
+    def get(self, platform: str, config: str) -> Any:
+        """The device of the attached CPU, or of a topology without a device."""
+        import jax
+        from jax.experimental import topologies
+
+        if (platform, config) not in self._devices:
+            if platform == "cpu":
+                devices = jax.devices("cpu")
+            elif platform == "cuda":
+                devices = topologies.get_topology_desc(
+                    platform="cuda", target_config=config, topology="1x1x1"
+                ).devices
+            else:
+                devices = topologies.get_topology_desc(platform=platform, topology_name=config).devices
+            self._devices[platform, config] = devices[0]
+        return self._devices[platform, config]
+
+
+def _compile(request: dict[str, Any], serialised: bytearray, device: Any) -> dict[str, Any]:
+    """Compile one exported program for one device, and read the compiler's figures."""
+    import jax
+    import numpy as np
+
+    mesh = jax.sharding.Mesh(np.array([device]), ("device",))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    exported = jax.export.deserialize(serialised)
+    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in exported.in_avals]
+
+    def program(*values):
+        return exported.call(*values)
+
+    lowered = jax.jit(
+        program,
+        donate_argnums=tuple(request["donated"]),
+        keep_unused=request["keep_unused"],
+        out_shardings=sharding,
+    ).lower(*arguments)
+    start = time.perf_counter()
+    compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
+    seconds = time.perf_counter() - start
+    return {**compiled_numbers(compiled), "compile_seconds": seconds}
+
+
+def _answer(request: dict[str, Any], serialised: bytearray, devices: _TargetDevices) -> dict[str, Any]:
+    """The reply to one request: the figures, or the stage that failed and its error."""
+    stage = "start"
+    try:
+        import jax
+        import jaxlib
+
+        device = devices.get(request["platform"], request["config"])
+        stage = "compile"
+        figures = _compile(request, serialised, device)
+        versions = {"jax_version": jax.__version__, "jaxlib_version": jaxlib.__version__}
+        return {"figures": {**figures, **versions, "compiler": compiler_version(request["platform"])}}
+    # Whatever went wrong is the answer: the parent raises it again, and the worker lives on for the next program.
+    except Exception as error:
+        return {"stage": stage, "error": type(error).__name__, "message": str(error)}
+    finally:
+        if "jax" in sys.modules:
+            sys.modules["jax"].clear_caches()
+        gc.collect()
+
+
+def main() -> None:
+    """Answer requests until the parent closes the pipe."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    # Early, while the parent traces its program; if it fails the answer to the first request will say so.
+    with contextlib.suppress(ImportError):
+        import jax  # noqa: F401
+    devices = _TargetDevices()
+    requests = sys.stdin.buffer
+    while line := requests.readline():
+        request = json.loads(line)
+        serialised = bytearray(requests.read(request["program_bytes"]))
+        if len(serialised) < request["program_bytes"]:
+            return
+        try:
+            print(json.dumps(_answer(request, serialised, devices)), file=replies, flush=True)
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,20 @@
+"""Runs before any test file is imported: the platform of all tests, and of their child processes, is the CPU."""
+
+import os
+import sys
+
+import hypothesis
+
+# JAX reads the variable once, when it is imported. The absent compilers need it too: without it the CUDA plugin looks
+# for a driver. (What that plugin logs on import comes from C++ and heeds no variable.)
+if "jax" in sys.modules:
+    raise RuntimeError(
+        "expected tests/conftest.py to come before jax; a pytest plugin imported it: try pytest -p no:NAME"
+    )
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+# The same examples in every run. Times are not bounded: the first call of a test compiles, and machines are shared.
+hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
+# `pytest --hypothesis-profile=explore` looks for new counterexamples.
+hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None)
+hypothesis.settings.load_profile("repeatable")

@@ -1,0 +1,141 @@
+"""The graph refuses what is no dataflow graph, and knows who makes and who reads what; schedules add up their repeats."""
+
+import random
+
+import pytest
+from hypothesis import given
+from random_graphs import Sketch, training_graph, training_graphs
+
+from remat_opt.graph.graph import Graph, Kind, Op, chain
+from remat_opt.graph.schedule import Run, Schedule, join_runs, save_everything
+
+
+def diamond() -> Graph:
+    """x → a; a → b, c; b, c, b → d."""
+    sketch = Sketch()
+    x = sketch.input(1)
+    a = sketch.op(x, size=2, seconds=1)
+    b = sketch.op(a, size=3, seconds=10)
+    c = sketch.op(a, size=4, seconds=100)
+    d = sketch.op(b, c, b, size=5, seconds=1000)
+    return sketch.graph(d)
+
+
+def test_two_ops_that_read_each_other_are_refused_as_a_cycle() -> None:
+    ops = (Op((1,), (0,)), Op((0,), (1,)))
+    with pytest.raises(ValueError, match=r"op 0 reads value 1.*cycle"):
+        Graph((1, 1), ops, outputs=(1,))
+
+
+def test_an_op_that_reads_its_own_result_is_refused() -> None:
+    with pytest.raises(ValueError, match="op 0 reads value 0"):
+        Graph((1,), (Op((0,), (0,)),), outputs=(0,))
+
+
+def test_an_op_that_stands_before_what_it_reads_is_refused() -> None:
+    ops = (Op((0,), (1,)), Op((3,), (2,)), Op((1,), (3,)))
+    with pytest.raises(ValueError, match=r"op 1 reads value 3.*stands too early"):
+        Graph((1, 1, 1, 1), ops, inputs=(0,), outputs=(2,))
+
+
+def test_a_negative_size_is_refused_with_the_value_and_the_size() -> None:
+    with pytest.raises(ValueError, match="value 1 has -3"):
+        Graph((0, -3), (Op((), (0, 1)),), outputs=(1,))
+
+
+def test_an_output_that_nothing_makes_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected every output.*value 1 is not"):
+        Graph((1, 1), (Op((), (0,)),), outputs=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("ops", "inputs"),
+    [
+        ((Op((), (0,)), Op((), (1, 0))), ()),  # by two ops
+        ((Op((), (1,)), Op((), (0,))), (0,)),  # by an op, though it is an input
+    ],
+)
+def test_a_value_that_is_made_twice_is_refused(ops: tuple[Op, ...], inputs: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="op 1 makes value 0 again"):
+        Graph((1, 1), ops, inputs=inputs, outputs=(0,))
+
+
+def test_one_op_that_lists_a_result_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="value 0"):
+        Graph((1,), (Op((), (0, 0)),), outputs=(0,))
+
+
+def test_an_input_may_be_an_output_and_nothing_need_be_read() -> None:
+    graph = Graph((1, 1), (Op((), (1,)),), inputs=(0,), outputs=(0,))
+    assert graph.producer == (-1, 0)
+    assert graph.users == ((), ())
+
+
+def test_producer_and_users_of_a_diamond() -> None:
+    graph = diamond()
+    assert graph.producer == (-1, 0, 1, 2, 3)
+    assert graph.users == ((0,), (1, 2), (3,), (3,), ())  # b is read twice by one op: one user
+
+
+def test_flops_and_seconds_add_up_over_the_ops() -> None:
+    assert (diamond().flops, diamond().seconds) == (1111, 1111)
+
+
+@given(training_graphs())
+def test_producer_and_users_say_the_same_as_the_ops(graph: Graph) -> None:
+    made = {(value, index) for index, op in enumerate(graph.ops) for value in op.outputs}
+    read = {(value, index) for index, op in enumerate(graph.ops) for value in op.inputs}
+    assert {(value, index) for value, index in enumerate(graph.producer) if index >= 0} == made
+    assert {(value, index) for value, users in enumerate(graph.users) for index in users} == read
+    assert all(list(users) == sorted(set(users)) for users in graph.users)
+    assert all(graph.producer[value] == -1 for value in graph.inputs)
+
+
+def test_a_chain_hands_one_value_on() -> None:
+    graph = chain([5, 6, 7], seconds=2.0)
+    assert graph.sizes == (5, 6, 7)
+    assert [(op.inputs, op.outputs) for op in graph.ops] == [((), (0,)), ((0,), (1,)), ((1,), (2,))]
+    assert graph.outputs == (2,)
+    assert graph.seconds == 6.0
+
+
+def test_saving_everything_is_one_run_in_program_order() -> None:
+    graph = diamond()
+    schedule = save_everything(graph)
+    assert schedule.runs == (Run((0, 1, 2, 3)),)
+    assert schedule.order == (0, 1, 2, 3)
+    assert schedule.recomputed == ()
+    assert schedule.extra_flops(graph) == schedule.extra_seconds(graph) == 0
+
+
+def test_each_repeat_is_paid_for() -> None:
+    graph = diamond()
+    schedule = Schedule((Run((0, 1, 2)), Run((0, 1), recomputed=True), Run((3,)), Run((1,), recomputed=True)))
+    assert schedule.order == (0, 1, 2, 0, 1, 3, 1)
+    assert schedule.recomputed == (0, 1, 1)
+    assert schedule.extra_seconds(graph) == 21
+    assert schedule.extra_flops(graph) == 21
+
+
+def test_joining_drops_empty_runs_and_joins_neighbours_that_are_not_recomputed() -> None:
+    runs = [Run((0,)), Run(()), Run((1,)), Run((), True), Run((0,), True), Run((1,), True), Run((2,)), Run((3,))]
+    joined = join_runs(runs)
+    # Two recomputed runs stay two: each has its own barrier.
+    assert joined.runs == (Run((0, 1)), Run((0,), True), Run((1,), True), Run((2, 3)))
+
+
+def test_random_graphs_are_the_same_for_the_same_seed() -> None:
+    one, same, other = (training_graph(random.Random(seed), 6) for seed in (1, 1, 2))
+    assert (one.sizes, one.ops, one.outputs, one.aliases) == (same.sizes, same.ops, same.outputs, same.aliases)
+    assert one.ops != other.ops
+
+
+def test_random_graphs_have_all_that_the_laws_are_about() -> None:
+    graphs = [training_graph(random.Random(seed), 8) for seed in range(100)]
+    ops = [op for graph in graphs for op in graph.ops]
+    assert {op.kind for op in ops} == set(Kind)
+    assert any(not op.repeatable for op in ops)
+    assert any(len(op.outputs) > 1 for op in ops)
+    assert any(graph.aliases for graph in graphs)
+    assert any(not graph.aliases for graph in graphs)
+    assert any(set(graph.outputs) & {v for op in graph.ops for v in op.inputs} for graph in graphs)

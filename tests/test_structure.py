@@ -1,0 +1,154 @@
+"""The rooms of the package and the one direction in which they may know each other (DEVELOPING.md)."""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+pytestmark = pytest.mark.short
+
+PACKAGE = Path(__file__).parent.parent / "remat_opt"
+LONGEST_FILE = 450
+
+# What each room may import of the package. Top-level modules (api.py and its like) may know every stage.
+MAY_IMPORT = {
+    "program": {"program"},
+    "graph": {"graph"},
+    "search": {"search", "graph"},
+    "write": {"write", "program", "graph"},
+    "targets": {"targets", "program.compat"},
+    "report": {"report", "program", "graph", "search", "write", "targets", "plan", "budget"},
+    "examples": {"examples"},
+}
+# The bridge from jaxprs to graphs is the one file between two rooms.
+MAY_ALSO_IMPORT = {"graph.build": {"program"}}
+
+WITHOUT_JAX = ("graph", "search")
+BRIDGE = "graph.build"
+VERSIONS = "program.compat"
+WITH_FLAX = ("linen", "nnx", "examples")
+
+
+class Import(NamedTuple):
+    """`module`, below remat_opt, imports `target`, a full dotted name."""
+
+    module: str
+    target: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"remat_opt.{self.module}, line {self.line}: {self.target}"
+
+
+def is_in(name: str, *places: str) -> bool:
+    """Whether a dotted name is one of the places or inside one."""
+    return any(name == place or name.startswith(place + ".") for place in places)
+
+
+def name_of(file: Path) -> str:
+    """`remat_opt/graph/build.py` → `graph.build`; a package's `__init__.py` has the name of the package."""
+    parts = file.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def is_module(name: str) -> bool:
+    path = PACKAGE.joinpath(*name.split(".")[1:])
+    return is_in(name, "remat_opt") and (path.is_dir() or path.with_suffix(".py").exists())
+
+
+def imports_of(file: Path) -> Iterator[Import]:
+    """Every import of a file, inside functions and `if TYPE_CHECKING` too, relative ones resolved."""
+    module = name_of(file)
+    package = ["remat_opt", *file.relative_to(PACKAGE).parts[:-1]]
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(module, alias.name, node.lineno)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *filter(None, [node.module])])
+            for alias in node.names:
+                # `from remat_opt.graph import build` means the module, `from remat_opt.graph.graph import Graph` does
+                # not. Elsewhere, as in `from jax import _src`, the longer name says more.
+                inner = f"{source}.{alias.name}"
+                short = is_in(source, "remat_opt") and not is_module(inner)
+                yield Import(module, source if short else inner, node.lineno)
+
+
+@cache
+def all_imports() -> tuple[Import, ...]:
+    return tuple(one for file in sorted(PACKAGE.rglob("*.py")) for one in imports_of(file))
+
+
+def test_the_rooms_of_the_table_are_the_rooms_of_the_package() -> None:
+    rooms = {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    assert rooms == MAY_IMPORT.keys()
+
+
+@pytest.mark.parametrize("room", MAY_IMPORT)
+def test_a_room_imports_only_the_rooms_before_it(room: str) -> None:
+    inside = [one for one in all_imports() if is_in(one.module, room) and is_in(one.target, "remat_opt")]
+    wrong = [
+        one
+        for one in inside
+        if not is_in(one.target.removeprefix("remat_opt."), *MAY_IMPORT[room], *MAY_ALSO_IMPORT.get(one.module, ()))
+    ]
+    assert not wrong, f"expected {room}/ to import only {sorted(MAY_IMPORT[room])}:\n" + "\n".join(map(str, wrong))
+
+
+def importers(*targets: str) -> set[str]:
+    return {one.module for one in all_imports() if is_in(one.target, *targets)}
+
+
+def test_graph_and_search_see_no_jax_but_through_the_bridge() -> None:
+    assert {module for module in importers("jax", "jaxlib", "flax", "optax") if is_in(module, *WITHOUT_JAX)} == {BRIDGE}
+
+
+def test_flax_is_imported_only_where_flax_is_meant() -> None:
+    assert {module for module in importers("flax") if not is_in(module, *WITH_FLAX)} == set()
+
+
+def test_only_compat_reaches_into_private_jax() -> None:
+    assert importers("jax._src") == {VERSIONS}
+    reached = {
+        name_of(file)
+        for file in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "_src"
+    }
+    assert reached == set(), f"expected no jax._src by attribute: move it to {VERSIONS}"
+
+
+@pytest.mark.parametrize("file", sorted(PACKAGE.rglob("*.py")), ids=name_of)
+def test_no_file_is_too_long(file: Path) -> None:
+    lines = len(file.read_text().splitlines())
+    assert lines <= LONGEST_FILE, f"{file.name} has {lines} lines, more than {LONGEST_FILE}: what is it hiding?"
+
+
+IMPORT_ALONE = """
+import os, sys
+import jax
+from jax._src import xla_bridge
+
+environment, configuration = dict(os.environ), dict(jax.config.values)
+loaded_by_jax = set(sys.modules)
+import remat_opt
+
+assert remat_opt.__file__, "expected remat_opt/__init__.py"
+assert dict(os.environ) == environment, "importing remat_opt changed the environment"
+assert dict(jax.config.values) == configuration, "importing remat_opt changed jax.config"
+# jax.distributed.initialize and the platform's choice have to come before the first device is touched.
+assert not xla_bridge.backends_are_initialized(), "importing remat_opt started a backend"
+heavy = {"flax", "optax", "equinox", "rich", "matplotlib"} & (sys.modules.keys() - loaded_by_jax)
+assert not heavy, f"importing remat_opt loaded {sorted(heavy)}"
+"""
+
+
+def test_the_import_loads_and_changes_nothing_else() -> None:
+    run = subprocess.run([sys.executable, "-c", IMPORT_ALONE], cwd=PACKAGE.parent, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
