@@ -69,7 +69,7 @@ def squared_error(predictions: jax.Array, targets: jax.Array) -> jax.Array:
 def vectors(rng: np.random.Generator) -> tuple[jax.Array, jax.Array]:
     """Inputs (batch, 32) and targets (batch, 8)."""
     inputs = rng.normal(size=(BATCH, INPUTS)).astype(np.float32)
-    return jnp.asarray(inputs), jnp.asarray(np.sin(inputs[:, : OUTPUTS]))
+    return jnp.asarray(inputs), jnp.asarray(np.sin(inputs[:, :OUTPUTS]))
 
 
 def mlp_args(optimizer: optax.GradientTransformation, hidden_layers: int = 12) -> tuple:

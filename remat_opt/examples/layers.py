@@ -18,12 +18,28 @@ def remat_if(remat: bool, block: type[nn.Module]) -> type[nn.Module]:
     return nn.remat(block, static_argnums=(2,)) if remat else block
 
 
-def conv(features: int, kernel: int, stride: int = 1, *, dtype: jnp.dtype, padding: int | None = None,
-         use_bias: bool = False, name: str | None = None) -> nn.Conv:
+def conv(
+    features: int,
+    kernel: int,
+    stride: int = 1,
+    *,
+    dtype: jnp.dtype,
+    padding: int | None = None,
+    use_bias: bool = False,
+    name: str | None = None,
+) -> nn.Conv:
     """Square convolution with symmetric padding, by default kernel // 2."""
     pad = kernel // 2 if padding is None else padding
-    return nn.Conv(features, (kernel, kernel), (stride, stride), padding=[(pad, pad), (pad, pad)], use_bias=use_bias,
-                   dtype=dtype, kernel_init=he_normal, name=name)
+    return nn.Conv(
+        features,
+        (kernel, kernel),
+        (stride, stride),
+        padding=[(pad, pad), (pad, pad)],
+        use_bias=use_bias,
+        dtype=dtype,
+        kernel_init=he_normal,
+        name=name,
+    )
 
 
 def batch_norm(train: bool, *, dtype: jnp.dtype, name: str | None = None) -> nn.BatchNorm:

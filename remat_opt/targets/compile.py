@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from remat_opt.targets.devices import Target, attached_target, resolve_target
+from remat_opt.targets.errors import compiler_error
 from remat_opt.targets.export import export_flat
 from remat_opt.targets.figures import Figures, read_figures
 from remat_opt.targets.remote import Worker, check_installed, shared_worker
@@ -96,5 +97,8 @@ def _measure_here(
 
     lowered = jax.jit(program, donate_argnums=donated, keep_unused=keep_unused).lower(*avals)
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=dict(compiler_options) or None)
+    try:
+        compiled = lowered.compile(compiler_options=dict(compiler_options) or None)
+    except jax.errors.JaxRuntimeError as error:
+        raise compiler_error(str(error), target.name, target.platform) from error
     return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - start)

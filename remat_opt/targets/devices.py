@@ -111,7 +111,9 @@ def _gpu(
     return Target(name, "cuda", memory_bytes, float(bandwidth), flops, description, kinds, _text_proto(config))
 
 
-def _tpu(name: str, topology: str, memory_gib: int, bandwidth: float, bfloat16: float, kinds: tuple[str, ...]) -> Target:
+def _tpu(
+    name: str, topology: str, memory_gib: int, bandwidth: float, bfloat16: float, kinds: tuple[str, ...]
+) -> Target:
     """A TPU chip's target; int8 runs at twice the rate of bfloat16, float32 operands are rounded to bfloat16."""
     flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": 2 * bfloat16}
     return Target(name, "tpu", memory_gib * _GIB, bandwidth, flops, f"one chip of Cloud TPU {name}", kinds, topology)

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
+MESSAGE_CHARACTERS = 1500
+_CUDA_TOOLS_MISSING = re.compile(r"libdevice|ptxas|nvlink", re.IGNORECASE)
+_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+_BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
 
 class TargetUnavailable(RuntimeError):
     """The target's compiler is not installed, or does not start; the message says what to install."""
@@ -31,3 +38,35 @@ class CompilationOutOfMemory(CompilationFailed):
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.limit_bytes = limit_bytes
+
+
+def shortened(message: str) -> str:
+    """A compiler's words, cut in the middle where they are many."""
+    if len(message) <= MESSAGE_CHARACTERS:
+        return message
+    head, tail = 2 * MESSAGE_CHARACTERS // 3, MESSAGE_CHARACTERS // 3
+    return f"{message[:head]} … [{len(message) - head - tail} characters left out] … {message[-tail:]}"
+
+
+def compiler_error(message: str, target: str, platform: str) -> RuntimeError:
+    """The exception for what the compiler of a target said.
+
+    Args:
+        message: the compiler's words.
+        target: the target's name.
+        platform: the target's platform.
+    """
+    if platform == "cuda" and _CUDA_TOOLS_MISSING.search(message):
+        return TargetUnavailable(
+            "expected NVIDIA's compiler tools (nvidia-cuda-nvcc-cu12, or nvidia-cuda-nvcc for cuda13), got "
+            f'{shortened(message)}; write: pip install "remat_opt[cuda-aot]"'
+        )
+    failure = f"expected the compiler for {target} to accept the program, got {shortened(message)}"
+    if found := _OUT_OF_MEMORY.search(message):
+        needed, needed_unit, limit, limit_unit = found.groups()
+        return CompilationOutOfMemory(
+            failure,
+            round(float(needed) * _BINARY_UNITS[needed_unit]),
+            round(float(limit) * _BINARY_UNITS[limit_unit]),
+        )
+    return CompilationFailed(failure)

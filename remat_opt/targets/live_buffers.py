@@ -24,7 +24,7 @@ _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*?):?$")
 _VALUE = re.compile(r"^\s*value: <\d+ (\S+?)(\{[\d,]*\})? @(\d+)> \(size=(\d+),offset=(\d+)\): (.*)$")
 _INSTRUCTION = re.compile(r"^    (\d+):(\S+)$")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
-_DEFINITION = re.compile(r"^\s*from instruction: (?:ROOT )?%?(\S+) = ")
+_DEFINITION = re.compile(r"^\s*from instruction: (?:ROOT )?%?(\S+) = .*? [\w-]+\((?:%([\w.-]+))?")
 _OPERATION = re.compile(r'op_name="((?:[^"\\]|\\.)*)"')
 # What measuring puts in front of the program's own names.
 _MEASURING = re.compile(r"^jit\(program\)/(?:call_exported/jit\(\w+\)/)?")
@@ -39,7 +39,8 @@ class LiveBuffer:
         bytes: its size in the backend's layout.
         instruction: the HLO instruction that makes it, with the index into its outputs where it has several.
         shape: the HLO shape with its layout.
-        op_name: JAX's name stack and primitive for that instruction; empty where the compiler made it up.
+        op_name: JAX's name stack and primitive for that instruction, of a copy those of what it copies; empty where the
+            compiler made it up.
         role: "temporary", "argument", "output" or "constant": whose memory it lies in.
     """
 
@@ -56,7 +57,7 @@ class LivePeak:
 
     Attributes:
         instruction: the HLO instruction that runs at this moment.
-        op_name: JAX's name stack and primitive for it; empty where the compiler made it up.
+        op_name: JAX's name stack and primitive for it, as of a buffer.
         live_bytes: temporary buffers live at this moment.
         allocated_bytes: what the compiler allocates for temporary buffers; more, where they cannot be packed tightly.
         buffers: the buffers live at this moment, the largest first.
@@ -176,16 +177,26 @@ def _read_live_ranges(file: Path) -> tuple[dict[int, str], dict[tuple[str, str],
 
 
 def _read_op_names(file: Path) -> dict[str, str]:
-    """Instruction → `op_name` of its metadata."""
+    """Instruction → `op_name` of its metadata, or of its first operand's where it has none (a copy)."""
     op_names: dict[str, str] = {}
+    nameless: dict[str, str] = {}
     if not file.exists():
         return op_names
     with file.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
-            definition = _DEFINITION.match(line)
-            operation = _OPERATION.search(line) if definition else None
-            if definition and operation:
+            if not (definition := _DEFINITION.match(line)):
+                continue
+            if operation := _OPERATION.search(line):
                 op_names[definition[1]] = _MEASURING.sub("", operation[1])
+            elif definition[2]:
+                nameless[definition[1]] = definition[2]
+    for name in nameless:
+        source, seen = name, set()
+        while source in nameless and source not in seen:
+            seen.add(source)
+            source = nameless[source]
+        if source in op_names:
+            op_names[name] = op_names[source]
     return op_names
 
 

@@ -8,7 +8,6 @@ import importlib.util
 import json
 import os
 import queue
-import re
 import signal
 import subprocess
 import sys
@@ -21,15 +20,16 @@ from typing import Any
 
 from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import (
+    MESSAGE_CHARACTERS,
     CompilationFailed,
-    CompilationOutOfMemory,
     CompilationTimeout,
     TargetUnavailable,
+    compiler_error,
+    shortened,
 )
 from remat_opt.targets.export import PortableProgram
 from remat_opt.targets.figures import Figures
 
-_MESSAGE_CHARACTERS = 1500
 _WORKER_FILE = Path(__file__).with_name("worker.py")
 
 # platform → (the extra that holds its compiler, modules of which one must be there, what they are in words)
@@ -41,9 +41,6 @@ _NEEDED_MODULES = {
     ),
     "tpu": ("tpu-aot", ("libtpu",), "the TPU compiler (libtpu)"),
 }
-_CUDA_TOOLS_MISSING = re.compile(r"libdevice|ptxas|nvlink", re.IGNORECASE)
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
-_BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Worker:
@@ -165,7 +162,7 @@ class Worker:
         except queue.Empty:
             raise CompilationTimeout(
                 f"expected the compiler for {target.name} to finish within {time_limit:g} s, it did not; pass a larger "
-                "time_limit, or a smaller program"
+                "time_limit or a smaller program"
             ) from None
         if not line:
             raise self._died(target)
@@ -182,11 +179,11 @@ class Worker:
         """The process is gone: what it last said is the best explanation."""
         code = self._process.wait()
         size = self._errors.seek(0, os.SEEK_END)
-        self._errors.seek(max(0, size - 4 * _MESSAGE_CHARACTERS))
+        self._errors.seek(max(0, size - 4 * MESSAGE_CHARACTERS))
         last_words = self._errors.read().decode(errors="replace")
         return CompilationFailed(
             f"expected the compiler for {target.name} to answer, its process ended with code {code}; it last wrote: "
-            f"{last_words[-_MESSAGE_CHARACTERS:].strip() or 'nothing'}"
+            f"{last_words[-MESSAGE_CHARACTERS:].strip() or 'nothing'}"
         )
 
 
@@ -198,35 +195,14 @@ def _judgement(target: Target, note: str) -> dict[str, Any]:
     return {"autotuned": False, "note": f"{absent}; {note}" if note else absent}
 
 
-def _shortened(message: str) -> str:
-    """The compiler's words, cut in the middle where they are many."""
-    if len(message) <= _MESSAGE_CHARACTERS:
-        return message
-    head, tail = 2 * _MESSAGE_CHARACTERS // 3, _MESSAGE_CHARACTERS // 3
-    return f"{message[:head]} … [{len(message) - head - tail} characters left out] … {message[-tail:]}"
-
-
 def _error(reply: Mapping[str, str], target: Target) -> Exception:
     """The exception for a failure that the process reported."""
-    message = _shortened(f"{reply['error']}: {reply['message']}")
-    if reply["stage"] == "start":
-        extra = _NEEDED_MODULES.get(target.platform, ("", (), ""))[0]
-        hint = f'; write: pip install "remat_opt[{extra}]" with the version of your jax' if extra else ""
-        return TargetUnavailable(f"expected the compiler for {target.name} to start, got {message}{hint}")
-    if target.platform == "cuda" and _CUDA_TOOLS_MISSING.search(reply["message"]):
-        return TargetUnavailable(
-            f"expected NVIDIA's compiler tools (nvidia-cuda-nvcc-cu12, or nvidia-cuda-nvcc for cuda13), got {message}; "
-            'write: pip install "remat_opt[cuda-aot]"'
-        )
-    failure = f"expected the compiler for {target.name} to accept the program, got {message}"
-    if found := _OUT_OF_MEMORY.search(reply["message"]):
-        needed, needed_unit, limit, limit_unit = found.groups()
-        return CompilationOutOfMemory(
-            failure,
-            round(float(needed) * _BINARY_UNITS[needed_unit]),
-            round(float(limit) * _BINARY_UNITS[limit_unit]),
-        )
-    return CompilationFailed(failure)
+    words = f"{reply['error']}: {reply['message']}"
+    if reply["stage"] == "compile":
+        return compiler_error(words, target.name, target.platform)
+    extra = _NEEDED_MODULES.get(target.platform, ("", (), ""))[0]
+    hint = f'; write: pip install "remat_opt[{extra}]" with the version of your jax' if extra else ""
+    return TargetUnavailable(f"expected the compiler for {target.name} to start, got {shortened(words)}{hint}")
 
 
 def check_installed(target: Target) -> None:

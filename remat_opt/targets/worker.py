@@ -76,9 +76,7 @@ class _TargetDevices:
             if platform == "cpu":
                 devices = jax.devices("cpu")
             elif platform == "cuda":
-                devices = topologies.get_topology_desc(
-                    platform="cuda", target_config=config, topology="1x1x1"
-                ).devices
+                devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
             else:
                 devices = topologies.get_topology_desc(platform=platform, topology_name=config).devices
             self._devices[platform, config] = devices[0]
