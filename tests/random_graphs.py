@@ -83,7 +83,8 @@ def training_graph(source: random.Random, layers: int) -> Graph:
     """A random step: forward ops on earlier values, a loss, backward ops in reverse order, updates for some weights.
 
     Every kind of op occurs, values without bytes, ops with two results, ops that may not run twice, results that the
-    backward never reads, donated weights with and without momentum, and outputs from the middle of the forward.
+    backward never reads, donated weights with and without momentum, readers of a weight after its update, and outputs
+    from the middle of the forward.
     """
     return _RandomStep(source, layers).graph()
 
@@ -112,6 +113,8 @@ class _RandomStep:
             updated = self.update(weight, gradient)
             outputs.extend(updated.values())
             donated.update(updated)
+            if self.source.random() < 0.3:  # a norm or an average of the old weight
+                outputs.append(self.sketch.op(weight, size=self.size(), kind=self.source.choice(list(Kind))))
         outputs += [self.source.choice(op.outputs) for op in self.sketch.ops if self.source.random() < 0.05]
         return self.sketch.graph(*dict.fromkeys(outputs), donated=donated if self.donate else {})
 

@@ -1,15 +1,23 @@
 """Which values a compiler gives a buffer.
 
-XLA fuses elementwise work into its users, so that most values of a jaxpr are never stored. One rule: results of
-reductions, contractions and opaque ops are buffers, and so are operands of contractions and opaque ops and what the
-step returns; the elementwise values between are *virtual*: they are computed again wherever they are read, and keep
-alive the buffers they are computed from. A value that a barrier covers is a buffer from there on (see `liveness.py`).
+XLA fuses elementwise work into its users, so that most values of a jaxpr are never stored. The rules:
+
+1. Results of reductions, contractions and opaque ops are buffers, and so are operands of contractions and opaque ops
+   and what the step returns.
+2. The elementwise values between are *virtual*: they are computed again wherever they are read, and keep alive the
+   buffers they are computed from, their *sources*.
+3. A virtual value is a buffer after all where fusing it would move more bytes than storing it. With c readers and
+   sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler's fusion
+   weighs the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
+
+A value that a barrier covers is a buffer from there on (see `liveness.py`).
 """
 
 from __future__ import annotations
 
 from remat_opt.graph.graph import Graph, Kind
 
+MOST_SOURCES = 16
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
 
 
@@ -25,4 +33,22 @@ def materialised(graph: Graph) -> list[bool]:
         if op.kind in _STORED_OPERANDS:
             for value in op.inputs:
                 stored[value] = True
+    _store_what_is_dear_to_fuse(graph, stored)
     return stored
+
+
+def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool]) -> None:
+    sources: dict[int, frozenset[int]] = {}
+    for op in graph.ops:
+        if op.kind is not Kind.ELEMENTWISE:
+            continue
+        read = frozenset().union(*(sources.get(value, (value,)) for value in op.inputs))
+        for value in op.outputs:
+            if stored[value]:
+                continue
+            readers, size = len(graph.users[value]), graph.sizes[value]
+            moved = sum(graph.sizes[source] for source in read)
+            if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
+                stored[value] = True
+            else:
+                sources[value] = read

@@ -109,6 +109,8 @@ def _low_positions(crossing_bytes: np.ndarray, most: int) -> list[int]:
 class _Transients:
     """The most bytes live while a segment runs backward, from the plain step's buffers."""
 
+    RELEVANT = 256  # buffers smaller than the largest by more than this factor do not date a segment
+
     def __init__(self, cuts: Cuts, live: Liveness, turn: int):
         self.cuts = cuts
         self.turn = turn
@@ -117,6 +119,8 @@ class _Transients:
         self.born = np.array([b.birth for b in residuals], dtype=np.int64)
         self.death = np.array([b.death for b in residuals], dtype=np.int64)
         self.first = np.array([b.first_read(turn) for b in residuals], dtype=np.int64)
+        reads = dict(zip(cuts.values, cuts.dies, strict=True))
+        self.last_forward = np.array([reads.get(b.value, -1) for b in residuals], dtype=np.int64)
         self.size = np.array([b.size for b in residuals], dtype=np.int64)
         self.summed = np.concatenate([[0], np.cumsum(self.size)])
         end = len(live.live)
@@ -137,16 +141,19 @@ class _Transients:
         low, high = np.searchsorted(self.born, (start, stop))
         if low == high:
             return 0.0
-        death, size = self.death[low:high], self.size[low:high]
-        total = int(size.sum())
-        by_death = np.argsort(death, kind="stable")
-        deaths = death[by_death]
-        remaining = total - np.concatenate([[0], np.cumsum(size[by_death])[:-1]])
-        # between two deaths the most cotangents, with what remains until the later of them
-        begin = min(int(self.first[low:high].min()), int(deaths[0]))
+        total = int(self.summed[high] - self.summed[low])
+        # Scalars and statistics may be read much earlier or later than the rest; they do not say when a segment runs.
+        large = np.flatnonzero(self.size[low:high] * self.RELEVANT >= self.size[low:high].max()) + low
+        by_death = large[np.argsort(self.death[large], kind="stable")]
+        deaths, size = self.death[by_death], self.size[by_death]
+        remaining = total - np.concatenate([[0], np.cumsum(size)[:-1]])
+        # What crosses into the next segment is saved and read there first; the others say when this one begins.
+        inside = large[self.last_forward[large] < stop]
+        begin = min(int(self.first[inside].min(initial=deaths[-1])), int(deaths[0]))
         edges = np.concatenate([[begin], deaths])
         peak = 0
         for k in range(len(deaths)):
+            # between two deaths: the most cotangents, with what remains until the later of them
             a, b = int(edges[k]), int(edges[k + 1]) + 1
             peak = max(peak, int(remaining[k]) + int(self.cotangents[a:b].max(initial=0)))
         return float(peak)

@@ -119,8 +119,8 @@ def _tpu(
     return Target(name, "tpu", memory_gib * _GIB, bandwidth, flops, f"one chip of Cloud TPU {name}", kinds, topology)
 
 
-# Dense rates (half of those with sparsity) of the SXM boards. NVIDIA H100 datasheet: 3.35 TB/s; 1979/2 (bfloat16), 989/2
-# (TF32), 67 (float64 on tensor cores), 3958/2 (int8, float8) TFLOP/s. H200 datasheet: the same rates, 4.8 TB/s.
+# Dense rates (half of those with sparsity) of the SXM boards. NVIDIA H100 datasheet: 3.35 TB/s; 1979/2 (bfloat16),
+# 989/2 (TF32), 67 (float64 on tensor cores), 3958/2 (int8, float8) TFLOP/s. H200 datasheet: the same rates, 4.8 TB/s.
 _HOPPER_FLOPS = {
     "bfloat16": 989.5 * _TERA,
     "float16": 989.5 * _TERA,

@@ -6,7 +6,11 @@ import re
 
 MESSAGE_CHARACTERS = 1500
 _CUDA_TOOLS_MISSING = re.compile(r"libdevice|ptxas|nvlink", re.IGNORECASE)
-_OUT_OF_MEMORY = re.compile(r"Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm")
+# What libtpu says of all the memory of a program, its arguments and outputs included; the second in older releases.
+_OUT_OF_MEMORY = re.compile(
+    r"total memory required .*?\(([\d.]+)([KMGT]?)\) exceeds available HBM \(([\d.]+)([KMGT]?)\)"
+    r"|Used ([\d.]+)([KMGT]?) of ([\d.]+)([KMGT]?) hbm"
+)
 _BINARY_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -30,8 +34,9 @@ class CompilationOutOfMemory(CompilationFailed):
     """The compiler refuses a program that does not fit the device (TPU compilers do, GPU compilers do not).
 
     Attributes:
-        needed_bytes: device memory that the program would take, where the compiler says it.
-        limit_bytes: device memory that there is for a program, where the compiler says it.
+        needed_bytes: device memory that the program would take, arguments and outputs included, to the two decimals of
+            the compiler's message; None where it does not say.
+        limit_bytes: device memory that there is for a program; None where the compiler does not say.
     """
 
     def __init__(self, message: str, needed_bytes: int | None = None, limit_bytes: int | None = None) -> None:
@@ -63,7 +68,7 @@ def compiler_error(message: str, target: str, platform: str) -> RuntimeError:
         )
     failure = f"expected the compiler for {target} to accept the program, got {shortened(message)}"
     if found := _OUT_OF_MEMORY.search(message):
-        needed, needed_unit, limit, limit_unit = found.groups()
+        needed, needed_unit, limit, limit_unit = (group for group in found.groups() if group is not None)
         return CompilationOutOfMemory(
             failure,
             round(float(needed) * _BINARY_UNITS[needed_unit]),

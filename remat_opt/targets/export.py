@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend import core as extend_core
 
 from remat_opt.targets.errors import ProgramNotPortable, TargetUnavailable
@@ -101,7 +102,7 @@ def _with_key_data(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> t
     unwrap: list[str | Any | None] = []
     for aval in avals:
         implementation = None
-        if jax.dtypes.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
             implementation, aval = _key_implementation(aval)
         unwrap.append(implementation)
         arguments.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)))
@@ -112,7 +113,7 @@ def _with_key_data(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> t
             for value, implementation in zip(values, unwrap, strict=True)
         ]
         return [
-            jax.random.key_data(value) if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key) else value
+            jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
             for value in fun(*values)
         ]
 

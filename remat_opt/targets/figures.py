@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
+from importlib import metadata
 from typing import Any
 
 import jax
-import jaxlib
 
 from remat_opt.targets.devices import Target
 from remat_opt.targets.worker import compiled_numbers, compiler_version
@@ -70,7 +70,7 @@ class Figures:
         if not required <= set(values) <= known:
             raise ValueError(
                 f"figures have the fields {sorted(known)}; missing {sorted(required - set(values))}, not known "
-                f"{sorted(set(values) - known)}; read them with the version of remat_opt that wrote them, or measure again"
+                f"{sorted(set(values) - known)}; read them with the remat_opt that wrote them, or measure again"
             )
         return cls(**values)
 
@@ -89,7 +89,7 @@ def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0,
         compile_seconds=compile_seconds,
         target=target.name,
         jax_version=jax.__version__,
-        jaxlib_version=jaxlib.__version__,
+        jaxlib_version=metadata.version("jaxlib"),
         autotuned=True,
         compiler=compiler_version(target.platform),
         note=note,

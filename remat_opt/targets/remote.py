@@ -71,6 +71,10 @@ class Worker:
             env=child_environment(os.environ, sys.path, dump_to),
             start_new_session=True,
         )
+        assert self._process.stdin is not None, "opened as a pipe"
+        assert self._process.stdout is not None, "opened as a pipe"
+        self._requests = self._process.stdin
+        self._answers = self._process.stdout
         self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._reader = threading.Thread(target=self._read_replies, daemon=True)
         self._reader.start()
@@ -97,7 +101,7 @@ class Worker:
         self._reader.join()
         # Closing flushes; what was still on its way to the process has nowhere to go.
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.close()
+            self._requests.close()
         self._errors.close()
 
     def compile(
@@ -152,9 +156,9 @@ class Worker:
         """Send one program and wait for the answer."""
         deadline = None if time_limit is None else time.monotonic() + time_limit
         try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.write(serialised)
-            self._process.stdin.flush()
+            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.write(serialised)
+            self._requests.flush()
         except (BrokenPipeError, ValueError) as error:
             raise self._died(target) from error
         try:
@@ -170,7 +174,7 @@ class Worker:
 
     def _read_replies(self) -> None:
         """Runs in a thread of its own: one item for each answer, an empty one when the process is gone."""
-        with self._process.stdout as replies:
+        with self._answers as replies:
             for line in replies:
                 self._replies.put(line)
         self._replies.put(b"")

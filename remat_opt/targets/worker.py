@@ -14,6 +14,7 @@ import json
 import os
 import sys
 import time
+from importlib import metadata
 from typing import Any
 
 _DISTRIBUTIONS = {
@@ -51,8 +52,6 @@ def compiled_numbers(compiled: Any) -> dict[str, Any]:
 
 def compiler_version(platform: str) -> str:
     """The installed distribution that holds the compiler, and its version, as "libtpu 0.0.51"."""
-    from importlib import metadata
-
     for name in _DISTRIBUTIONS.get(platform, ()):
         try:
             return f"{name} {metadata.version(name)}"
@@ -86,22 +85,27 @@ class _TargetDevices:
 def _compile(request: dict[str, Any], serialised: bytearray, device: Any) -> dict[str, Any]:
     """Compile one exported program for one device, and read the compiler's figures."""
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     mesh = jax.sharding.Mesh(np.array([device]), ("device",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     exported = jax.export.deserialize(serialised)
-    arguments = [jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding) for aval in exported.in_avals]
+    kept = range(len(exported.in_avals)) if request["keep_unused"] else exported.module_kept_var_idx
+    arguments = [
+        jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype, sharding=sharding) for i in kept
+    ]
+    donated = tuple(position for position, i in enumerate(kept) if i in request["donated"])
 
     def program(*values):
-        return exported.call(*values)
+        given = dict(zip(kept, values, strict=True))
+        # The module does not read the arguments that it does not keep.
+        return exported.call(
+            *(given[i] if i in given else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(exported.in_avals))
+        )
 
-    lowered = jax.jit(
-        program,
-        donate_argnums=tuple(request["donated"]),
-        keep_unused=request["keep_unused"],
-        out_shardings=sharding,
-    ).lower(*arguments)
+    jitted = jax.jit(program, donate_argnums=donated, keep_unused=True, out_shardings=sharding)
+    lowered = jitted.lower(*arguments)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
     seconds = time.perf_counter() - start
@@ -113,12 +117,11 @@ def _answer(request: dict[str, Any], serialised: bytearray, devices: _TargetDevi
     stage = "start"
     try:
         import jax
-        import jaxlib
 
         device = devices.get(request["platform"], request["config"])
         stage = "compile"
         figures = _compile(request, serialised, device)
-        versions = {"jax_version": jax.__version__, "jaxlib_version": jaxlib.__version__}
+        versions = {"jax_version": jax.__version__, "jaxlib_version": metadata.version("jaxlib")}
         return {"figures": {**figures, **versions, "compiler": compiler_version(request["platform"])}}
     # Whatever went wrong is the answer: the parent raises it again, and the worker lives on for the next program.
     except Exception as error:

@@ -1,0 +1,376 @@
+"""What is live when: peaks counted by hand, and agreement with a slow simulator written from the documented rules."""
+
+import functools
+
+import pytest
+from hypothesis import given
+from random_graphs import Sketch, graphs_with_choices, training_chain, training_graphs
+
+from remat_opt.graph.derive import Choice, derive, early_order
+from remat_opt.graph.fusion import materialised
+from remat_opt.graph.graph import Graph, Kind, chain
+from remat_opt.graph.liveness import Buffer, simulate
+from remat_opt.graph.schedule import Run, Schedule, save_everything
+
+
+def live_bytes(graph: Graph, *runs: Run) -> list[int]:
+    """Bytes at each position; without runs, of the program as it was written."""
+    schedule = Schedule(runs) if runs else save_everything(graph)
+    return simulate(graph, schedule).live.tolist()
+
+
+def again(*ops: int) -> Run:
+    return Run(ops, recomputed=True)
+
+
+def test_a_chain_holds_two_neighbours_at_a_time() -> None:
+    # The last value is the step's result and costs nothing; the last position is the return.
+    assert live_bytes(chain([3, 5, 2, 7])) == [3, 8, 7, 2, 0]
+
+
+def test_a_training_chain_holds_its_results_until_their_backward() -> None:
+    # Results 10, 20, 30; the loss's cotangent 30; then the cotangents of 20, of 10, and the returned one.
+    assert live_bytes(training_chain([10, 20, 30])) == [10, 30, 60, 90, 110, 60, 20, 0]
+
+
+def test_nothing_runs_nothing_lives() -> None:
+    result = simulate(Graph((4,), (), inputs=(0,), outputs=(0,)), Schedule(()))
+    assert result.live.tolist() == [0]
+    assert result.peak == result.peak_position == 0
+
+
+def test_arguments_cost_nothing() -> None:
+    sketch = Sketch()
+    x = sketch.input(1000)
+    a = sketch.op(x, size=2)
+    b = sketch.op(a, x, size=1)
+    assert live_bytes(sketch.graph(b)) == [2, 2, 0]
+
+
+def test_outputs_cost_nothing_even_while_they_are_read() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=1000)
+    b = sketch.op(a, size=2)
+    c = sketch.op(a, b, size=4)
+    assert live_bytes(sketch.graph(a, c)) == [0, 2, 2, 0]
+    assert live_bytes(sketch.graph(c)) == [1000, 1002, 1002, 0]
+
+
+def test_what_nobody_reads_lives_for_the_moment_in_which_it_is_made() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=3)
+    b, _ = sketch.ops_of(a, sizes=(5, 100))
+    assert live_bytes(sketch.graph(sketch.op(b, size=1))) == [3, 108, 5, 0]
+
+
+def test_a_virtual_value_costs_nothing_and_keeps_its_sources_alive() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=10)
+    b = sketch.op(size=20)
+    virtual = sketch.elementwise(a, b, size=1000)
+    longer = sketch.elementwise(virtual, size=1000)
+    c = sketch.op(size=5)  # reads neither of them
+    total = sketch.op(longer, c, size=1, kind=Kind.REDUCTION)
+    assert live_bytes(sketch.graph(total)) == [10, 30, 30, 30, 35, 35, 0]
+
+
+def test_a_virtual_value_of_an_argument_is_free() -> None:
+    sketch = Sketch()
+    cast = sketch.elementwise(sketch.input(8), size=1000)
+    a = sketch.op(size=3)
+    total = sketch.op(cast, a, size=1, kind=Kind.REDUCTION)
+    assert live_bytes(sketch.graph(total)) == [0, 3, 3, 0]
+
+
+@pytest.mark.parametrize(
+    ("reader", "live"),
+    [
+        (Kind.REDUCTION, [10, 10, 15, 5, 0]),  # fused into the reduction: only its source is held
+        (Kind.ELEMENTWISE, [10, 10, 10, 10, 0]),  # never stored, nor is what reads it
+        (Kind.CONTRACTION, [10, 110, 105, 5, 0]),  # operands of library products are stored
+        (Kind.OPAQUE, [10, 110, 105, 5, 0]),
+    ],
+)
+def test_the_reader_decides_whether_an_elementwise_result_is_stored(reader: Kind, live: list[int]) -> None:
+    sketch = Sketch()
+    a = sketch.op(size=10)
+    b = sketch.elementwise(a, size=100)
+    c = sketch.op(b, size=5, kind=reader)
+    assert live_bytes(sketch.graph(sketch.op(c, size=1, kind=Kind.REDUCTION))) == live
+
+
+def test_a_reduction_is_stored_and_lets_go_of_its_operand() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=100)
+    total = sketch.op(a, size=1, kind=Kind.REDUCTION)
+    root = sketch.elementwise(total, size=1)
+    b = sketch.op(size=20)
+    last = sketch.op(b, root, size=7, kind=Kind.REDUCTION)
+    assert live_bytes(sketch.graph(last)) == [100, 101, 1, 21, 21, 0]
+
+
+def update_and_reader(update_first: bool) -> Graph:
+    """A donated weight of 50 bytes, its update, and another op that reads the old weight; then an op of 7 bytes."""
+    sketch = Sketch()
+    weight = sketch.input(50)
+    gradient = sketch.op(size=50)
+    if update_first:
+        new = sketch.elementwise(weight, gradient, size=50)
+        read = sketch.op(weight, size=3)
+    else:
+        read = sketch.op(weight, size=3)
+        new = sketch.elementwise(weight, gradient, size=50)
+    middle = sketch.op(read, size=7)
+    last = sketch.op(middle, size=1)
+    return sketch.graph(new, last, donated={weight: new})
+
+
+def test_an_update_in_place_of_a_donated_argument_is_free() -> None:
+    assert live_bytes(update_and_reader(update_first=False)) == [50, 53, 53, 10, 7, 0]
+
+
+def test_an_update_costs_a_buffer_only_while_the_donated_argument_is_still_read() -> None:
+    # Two buffers of 50 at op 1; from op 3 on nobody reads the old weight and its place can be taken.
+    assert live_bytes(update_and_reader(update_first=True)) == [50, 100, 53, 10, 7, 0]
+
+
+def test_a_later_reader_of_what_an_argument_is_cast_to_reads_the_argument() -> None:
+    sketch = Sketch()
+    weight = sketch.input(50)
+    cast = sketch.elementwise(weight, size=25)
+    gradient = sketch.op(size=50)
+    new = sketch.elementwise(weight, gradient, size=50)
+    last = sketch.op(cast, size=1, kind=Kind.REDUCTION)
+    assert live_bytes(sketch.graph(new, last, donated={weight: new})) == [0, 50, 100, 50, 0]
+
+
+def test_an_argument_that_is_returned_too_keeps_its_successor_out() -> None:
+    sketch = Sketch()
+    weight = sketch.input(50)
+    new = sketch.elementwise(weight, size=50)
+    last = sketch.op(size=1)
+    assert live_bytes(sketch.graph(new, weight, last, donated={weight: new})) == [50, 50, 50]
+
+
+def test_a_recomputed_run_frees_the_first_instance_after_its_last_use_before() -> None:
+    graph = training_chain([10, 20, 30])
+    # Forward 0 1 2, loss 3, backward 4 5 6. Results 10 and 20 are made again before the last two backward ops.
+    runs = (Run((0, 1, 2, 3, 4)), again(0, 1), Run((5, 6)))
+    #  op    0   1   2   3   4  barrier 0   1   5   6  return
+    assert live_bytes(graph, *runs) == [10, 30, 50, 80, 100, 20, 30, 50, 60, 20, 0]
+
+
+def test_a_value_that_is_read_before_it_is_made_again_stays_until_then() -> None:
+    graph = training_chain([10, 20, 30])
+    # 10 is now kept, as the repeat of op 1 reads it: it is live from its first computation to its backward.
+    runs = (Run((0, 1, 2, 3, 4)), again(1), Run((5, 6)))
+    assert live_bytes(graph, *runs) == [10, 30, 60, 90, 110, 30, 50, 60, 20, 0]
+
+
+def virtual_cotangent(waits: bool) -> tuple[Graph, tuple[Run, ...]]:
+    """A virtual value of 100 bytes (of a source of 4) is made before a recomputed run and read behind it."""
+    sketch = Sketch()
+    a = sketch.op(size=10)
+    source = sketch.op(a, size=4)
+    virtual = sketch.elementwise(source, size=100)
+    last = sketch.op(virtual, a, size=1, kind=Kind.REDUCTION)
+    runs = (Run((0, 1, 2)), again(0), Run((3,))) if waits else (Run((0, 1)), again(0), Run((2, 3)))
+    return sketch.graph(last), runs
+
+
+def test_a_barrier_materialises_the_virtual_values_that_wait() -> None:
+    # Without a repeat the 100 bytes are never stored, and with one made behind the barrier neither.
+    graph, runs = virtual_cotangent(waits=True)
+    assert live_bytes(graph) == [10, 14, 14, 14, 0]
+    #                               op 0   1  2 barrier 0    3  return
+    assert live_bytes(graph, *runs) == [10, 14, 4, 104, 110, 110, 0]
+    graph, runs = virtual_cotangent(waits=False)
+    assert live_bytes(graph, *runs) == [10, 14, 4, 14, 14, 14, 0]
+
+
+def test_a_barrier_materialises_what_the_run_reads() -> None:
+    sketch = Sketch()
+    virtual = sketch.elementwise(sketch.input(1), size=100)
+    a = sketch.op(virtual, size=10, kind=Kind.REDUCTION)
+    last = sketch.op(a, a, size=1)
+    graph = sketch.graph(last)
+    # One buffer of the virtual value, from the barrier to the repeat of op 1.
+    assert live_bytes(graph, Run((0, 1)), again(1), Run((2,))) == [0, 10, 100, 110, 10, 0]
+
+
+def test_a_virtual_value_that_was_made_again_is_stored_by_the_barrier_before_its_reader() -> None:
+    sketch = Sketch()
+    virtual = sketch.elementwise(sketch.input(1), size=100)
+    a = sketch.op(size=10)
+    b = sketch.op(a, size=3)
+    last = sketch.op(b, virtual, size=1, kind=Kind.REDUCTION)
+    graph = sketch.graph(last)
+    forward, end = Run((0, 1, 2)), Run((3,))
+    # Made behind the last barrier, it is never stored.
+    assert live_bytes(graph, forward, again(2), again(0), end) == [0, 10, 13, 10, 13, 3, 3, 3, 0]
+    # Made before it, it is stored by that one and by no barrier between.
+    assert live_bytes(graph, forward, again(0), again(2), end) == [0, 10, 13, 10, 10, 110, 113, 103, 0]
+    assert live_bytes(graph, forward, again(0), again(1), again(2), end) == [0, 10, 13, 0, 0, 0, 10, 110, 113, 103, 0]
+
+
+def test_a_stored_value_goes_through_a_barrier_without_a_second_buffer() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=10)
+    b = sketch.op(a, size=20)
+    last = sketch.op(a, b, size=1)
+    graph = sketch.graph(last)
+    assert live_bytes(graph, Run((0, 1)), again(0), Run((2,))) == [10, 30, 20, 30, 30, 0]
+    assert live_bytes(graph, Run((0, 1)), again(1), Run((2,))) == [10, 30, 10, 30, 30, 0]
+
+
+def test_the_peak_can_be_looked_into() -> None:
+    graph = training_chain([10, 20, 30])
+    result = simulate(graph, save_everything(graph))
+    assert (result.peak, result.peak_position) == (110, 4)
+    # Results 1, 2, 3 (10, 20, 30 bytes), the cotangent 4 of result 3, the cotangent 5 of result 2.
+    assert [(buffer.value, buffer.size) for buffer in result.at(4)] == [(3, 30), (4, 30), (2, 20), (5, 20), (1, 10)]
+    assert result.at(7) == []
+
+
+def test_a_buffer_knows_its_reads() -> None:
+    buffer = Buffer(value=0, size=1, birth=2, reads=(4, 4, 7))
+    assert buffer.death == 7
+    assert [buffer.first_read(position) for position in (2, 4, 5, 7, 8)] == [4, 4, 7, 7, 7]
+    assert Buffer(value=0, size=1, birth=2, reads=()).death == 2
+
+
+@given(training_graphs())
+def test_buffers_add_up_to_the_live_bytes(graph: Graph) -> None:
+    result = simulate(graph, save_everything(graph))
+    assert [sum(buffer.size for buffer in result.at(t)) for t in range(len(result.live))] == result.live.tolist()
+
+
+@given(graphs_with_choices(max_layers=7))
+def test_the_simulation_agrees_with_the_rules_read_slowly(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    schedule = derive(graph, choice, early_order(graph))
+    assert simulate(graph, schedule).live.tolist() == SlowSimulation(graph, schedule).live()
+
+
+@given(graphs_with_choices(max_layers=5))
+def test_materialised_values_are_what_needs_a_buffer(drawn: tuple[Graph, Choice]) -> None:
+    graph, _ = drawn
+    library = (Kind.CONTRACTION, Kind.OPAQUE)
+    for value, stored in enumerate(materialised(graph)):
+        made_by = [op.kind for op in graph.ops if value in op.outputs]
+        read_by = [op.kind for op in graph.ops if value in op.inputs]
+        virtual = made_by == [Kind.ELEMENTWISE] and value not in graph.outputs and not {*read_by} & {*library}
+        assert stored is not virtual
+
+
+class SlowSimulation:
+    """The documented rules, one moment and one value at a time.
+
+    A step is a list of moments: each op that runs, each barrier, the return. An *instance* is a value and the moment at
+    which it was made (−1 for arguments). Every question is answered by looking through all moments.
+    """
+
+    def __init__(self, graph: Graph, schedule: Schedule):
+        self.graph = graph
+        self.moments: list[tuple[str, int]] = []  # ("op", its index) or ("barrier", index of its run)
+        self.barrier_runs = schedule.runs
+        for index, run in enumerate(schedule.runs):
+            self.moments += [("barrier", index)] if run.recomputed else []
+            self.moments += [("op", op) for op in run.ops]
+        self.end = len(self.moments)
+
+    def made(self, moment: int) -> tuple[int, ...]:
+        what, index = self.moments[moment]
+        return self.graph.ops[index].outputs if what == "op" else ()
+
+    def reads(self, moment: int) -> tuple[int, ...]:
+        if moment == self.end:
+            return self.graph.outputs
+        what, index = self.moments[moment]
+        return self.graph.ops[index].inputs if what == "op" else self.covered(moment)
+
+    def is_read_again(self, value: int, moment: int) -> bool:
+        """By an op after a moment, or by the caller, before it is made again."""
+        for later in range(moment + 1, self.end):
+            if self.moments[later][0] == "op" and value in self.reads(later):
+                return True
+            if value in self.made(later):
+                return False
+        return value in self.graph.outputs
+
+    def run_length(self, barrier: int) -> int:
+        return len(self.barrier_runs[self.moments[barrier][1]].ops)
+
+    @functools.cache  # noqa: B019
+    def covered(self, barrier: int) -> tuple[int, ...]:
+        stop = barrier + 1 + self.run_length(barrier)
+        made_inside = {v for t in range(barrier + 1, stop) for v in self.made(t)}
+        reads, waits, window = set(), set(), set()
+        known: set[int] = set()
+        for t in range(barrier + 1, stop):
+            reads.update(v for v in self.reads(t) if v not in known)
+            known.update(self.made(t))
+        others = [t for t in range(barrier) if self.moments[t][0] == "barrier"]
+        since = others[-1] + 1 + self.run_length(others[-1]) if others else 0
+        fresh = {v for t in range(since, barrier) for v in self.made(t)}
+        waits.update(v for v in fresh - made_inside if self.is_read_again(v, stop - 1))
+        newer = fresh | made_inside
+        for t in range(stop, self.end):
+            if self.moments[t][0] == "barrier":
+                break
+            window.update(v for v in self.reads(t) if v not in newer)
+            newer = newer | set(self.made(t))
+        return tuple(reads | waits | window)
+
+    @functools.cache  # noqa: B019
+    def instance(self, value: int, moment: int) -> tuple[int, int]:
+        """The one that is read at a moment: the newest that was made, or stored by a barrier, before."""
+        for earlier in range(moment - 1, -1, -1):
+            if value in self.made(earlier):
+                return value, earlier
+            is_barrier = self.moments[earlier][0] == "barrier"
+            if is_barrier and value in self.covered(earlier) and self.is_virtual(*self.instance(value, earlier)):
+                return value, earlier
+        assert value in self.graph.inputs
+        return value, -1
+
+    def is_virtual(self, value: int, moment: int) -> bool:
+        return moment >= 0 and self.moments[moment][0] == "op" and not materialised(self.graph)[value]
+
+    @functools.cache  # noqa: B019
+    def holders(self, value: int, moment: int) -> frozenset[tuple[int, int]]:
+        """The buffers that a reader at a moment needs."""
+        instance = self.instance(value, moment)
+        if not self.is_virtual(*instance):
+            return frozenset([instance])
+        return frozenset().union(*(self.holders(source, instance[1]) for source in self.reads(instance[1])))
+
+    @functools.cache  # noqa: B019
+    def last_needed(self, instance: tuple[int, int]) -> int:
+        for moment in range(self.end, instance[1], -1):
+            if any(instance in self.holders(value, moment) for value in self.reads(moment)):
+                return moment
+        return instance[1]
+
+    def buffers(self) -> list[tuple[int, int]]:
+        found = []
+        for moment in range(self.end):
+            virtual = [v for v in self.made(moment) if not self.is_virtual(v, moment)]
+            if self.moments[moment][0] == "barrier":
+                virtual = [v for v in self.covered(moment) if self.is_virtual(*self.instance(v, moment))]
+            found += [(value, moment) for value in virtual]
+        return found
+
+    def life(self, instance: tuple[int, int]) -> range:
+        """The moments at which a buffer counts."""
+        value, birth = instance
+        until = self.last_needed(instance)
+        if value in self.graph.outputs and self.instance(value, self.end) == instance:
+            given = {output: argument for argument, output in self.graph.aliases}.get(value)
+            until = -1 if given is None else self.last_needed((given, -1))
+            until = until if until > birth else -1
+        return range(birth, until + 1)
+
+    def live(self) -> list[int]:
+        lives = [(self.graph.sizes[instance[0]], self.life(instance)) for instance in self.buffers()]
+        return [sum(size for size, life in lives if moment in life) for moment in range(self.end + 1)]

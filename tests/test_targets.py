@@ -1,0 +1,494 @@
+"""Targets: the compilers' figures for devices that are here and that are not, and what is live at the peak."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import io_callback
+
+from remat_opt.targets import (
+    TARGETS,
+    CompilationFailed,
+    CompilationOutOfMemory,
+    CompilationTimeout,
+    Figures,
+    ProgramNotPortable,
+    Target,
+    TargetUnavailable,
+    Worker,
+    attached_target,
+    close_workers,
+    is_attached,
+    live_buffer_rows,
+    measure_flat,
+    read_figures,
+    read_live_buffers,
+    remote,
+    resolve_target,
+)
+from remat_opt.targets.export import export_flat, without_debug_effects
+from remat_opt.targets.remote import child_environment, shared_worker
+
+LAYERS = 4
+IMAGES = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
+KERNEL = jax.ShapeDtypeStruct((3, 3, 16, 16), jnp.float32)
+ACTIVATION_BYTES = 8 * 32 * 32 * 16 * 4
+KERNEL_BYTES = 3 * 3 * 16 * 16 * 4
+AVALS = [IMAGES, *[KERNEL] * LAYERS]
+DONATED = tuple(range(1, 1 + LAYERS))
+
+
+def conv_step(images: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+    """One step of gradient descent on a small convolutional network."""
+
+    def loss(kernels: Sequence[jax.Array]) -> jax.Array:
+        x = images
+        for kernel in kernels:
+            x = jnp.tanh(
+                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            )
+        return jnp.mean(x**2)
+
+    return [kernel - 0.1 * gradient for kernel, gradient in zip(kernels, jax.grad(loss)(kernels), strict=True)]
+
+
+# A TPU's compiler keeps up to 128 MiB on the chip; these activations are larger than that, and quick to compile.
+WIDE = [jax.ShapeDtypeStruct((2**15, 2048), jnp.float32), *[jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 3]
+WIDE_BYTES = 2**15 * 2048 * 4
+
+
+def dense_step(x: jax.Array, *weights: jax.Array) -> list[jax.Array]:
+    """One step of gradient descent on a small dense network."""
+
+    def loss(weights: Sequence[jax.Array]) -> jax.Array:
+        y = x
+        for weight in weights:
+            y = jnp.tanh(y @ weight)
+        return jnp.mean(y**2)
+
+    return [weight - 0.1 * gradient for weight, gradient in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+def double(x: jax.Array) -> list[jax.Array]:
+    return [x * 2]
+
+
+SMALL = [jax.ShapeDtypeStruct((64,), jnp.float32)]
+
+
+# The table and its names
+
+
+def test_the_table_has_the_devices_with_sensible_figures() -> None:
+    assert {"cpu", "h200", "h100", "a100", "v5e", "v5p", "v6e"} <= set(TARGETS)
+    for name, target in TARGETS.items():
+        assert target.name == name
+        assert target.flops["bfloat16"] >= target.flops["float32"] > target.bandwidth > 0
+        assert target.platform == "cpu" or (target.memory_bytes > 10**10 and target.compiler_config)
+        assert hash(target) == hash(resolve_target(name))
+
+
+def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"unknown target 'h300'.*cpu, h200, h100, a100, v5e, v5p, v6e"):
+        resolve_target("h300")
+    with pytest.raises(TypeError, match='got int; write for example target="h200"'):
+        resolve_target(200)
+
+
+def test_none_is_the_attached_backend_and_a_target_is_itself() -> None:
+    own = Target("mine", "cuda", 1, 1.0, {"float32": 1.0}, "a device of my own")
+    assert resolve_target(own) is own
+    assert resolve_target(None) == attached_target()
+    assert is_attached(resolve_target(None))
+
+
+class UnlistedDevice:
+    platform = "gpu"
+    device_kind = "NVIDIA GeForce RTX 9999"
+
+    class client:
+        platform_version = "PJRT C API\ncuda 12090"
+
+    def memory_stats(self) -> dict[str, int]:
+        return {"bytes_limit": 123}
+
+
+class ListedDevice(UnlistedDevice):
+    device_kind = "NVIDIA H200"
+
+
+def test_an_attached_device_is_told_by_its_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [ListedDevice()])
+    assert resolve_target(None).name == "h200"
+    monkeypatch.setattr(jax, "devices", lambda: [UnlistedDevice()])
+    target = resolve_target(None)
+    assert (target.name, target.platform, target.memory_bytes) == ("nvidia-geforce-rtx-9999", "cuda", 123)
+    assert "a100's" in target.description
+    with pytest.raises(TargetUnavailable, match="measure where it is attached"):
+        remote.check_installed(target)
+
+
+# Figures
+
+
+def test_cpu_figures_of_a_small_network() -> None:
+    figures = measure_flat(conv_step, AVALS, donated=DONATED, target="cpu")
+    assert figures.temp_bytes >= LAYERS * ACTIVATION_BYTES
+    assert figures.argument_bytes == ACTIVATION_BYTES + LAYERS * KERNEL_BYTES
+    assert figures.alias_bytes == LAYERS * KERNEL_BYTES
+    assert figures.physical_peak_bytes == figures.temp_bytes + figures.argument_bytes + figures.output_bytes - (
+        figures.alias_bytes
+    )
+    forward = 2 * 8 * 32 * 32 * 9 * 16 * 16 * LAYERS
+    assert forward < figures.flops < 4 * forward
+    assert (figures.target, figures.jax_version, figures.autotuned) == ("cpu", jax.__version__, True)
+    assert Figures.from_json(figures.as_json()) == figures
+
+
+def test_figures_of_other_fields_are_refused() -> None:
+    values = measure_flat(double, SMALL, target="cpu").as_json()
+    values["temporary"] = values.pop("temp_bytes")
+    with pytest.raises(ValueError, match=r"missing \['temp_bytes'\], not known \['temporary'\]"):
+        Figures.from_json(values)
+
+
+def test_the_child_reads_what_this_process_reads_for_the_cpu() -> None:
+    cpu = resolve_target("cpu")
+    compiled = jax.jit(conv_step, donate_argnums=DONATED).lower(*AVALS).compile()
+    with Worker(cpu) as worker:
+        away = measure_flat(conv_step, AVALS, donated=DONATED, target=cpu, worker=worker)
+    here = read_figures(compiled, target=cpu)
+    assert away.alias_bytes == here.alias_bytes
+    assert away.physical_peak_bytes == pytest.approx(here.physical_peak_bytes, rel=0.01)
+    assert away.compiler == here.compiler
+
+
+@pytest.mark.parametrize("name", ["h200", "h100", "a100"])
+def test_figures_for_an_absent_gpu(name: str) -> None:
+    figures = measure_flat(conv_step, AVALS, donated=DONATED, target=name)
+    assert LAYERS * ACTIVATION_BYTES <= figures.temp_bytes <= 4 * LAYERS * ACTIVATION_BYTES
+    assert figures.argument_bytes == ACTIVATION_BYTES + LAYERS * KERNEL_BYTES
+    assert figures.alias_bytes == LAYERS * KERNEL_BYTES
+    assert figures.target == name
+    assert not figures.autotuned
+    assert "no autotuning" in figures.note
+    assert "cuda" in figures.compiler
+
+
+def test_figures_for_an_absent_tpu() -> None:
+    figures = measure_flat(dense_step, WIDE, donated=(1, 2, 3), target="v5e")
+    assert figures.temp_bytes >= 2 * WIDE_BYTES
+    assert figures.argument_bytes == WIDE_BYTES + 3 * 2048 * 2048 * 4
+    assert figures.alias_bytes == 3 * 2048 * 2048 * 4
+    assert figures.flops >= 3 * 2 * 2**15 * 2048 * 2048
+    assert figures.target == "v5e"
+    assert "libtpu" in figures.compiler
+
+
+@pytest.mark.parametrize("name", ["v5p", "v6e"])
+def test_the_other_tpus_compile(name: str) -> None:
+    assert measure_flat(double, SMALL, target=name).target == name
+
+
+def test_without_donation_nothing_is_reused() -> None:
+    assert measure_flat(conv_step, AVALS, target="h200").alias_bytes == 0
+    assert measure_flat(conv_step, AVALS, target="cpu").alias_bytes == 0
+
+
+def test_unused_arguments_count_unless_they_are_dropped() -> None:
+    def first(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+        return [x + 1]
+
+    kept = measure_flat(first, SMALL * 2, target="h200")
+    dropped = measure_flat(first, SMALL * 2, target="h200", keep_unused=False)
+    assert (kept.argument_bytes, dropped.argument_bytes) == (512, 256)
+
+
+# Programs that are hard to carry
+
+
+@pytest.mark.parametrize("implementation", ["threefry2x32", "rbg"])
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+def test_typed_random_keys_go_in_and_come_out(target: str, implementation: str) -> None:
+    def draw(keys: jax.Array, x: jax.Array) -> list[jax.Array]:
+        return [jax.vmap(jax.random.fold_in, (0, None))(keys, 1), x + jax.random.normal(keys[0], x.shape)]
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0, impl=implementation), 3))
+    figures = measure_flat(draw, [keys, *SMALL], donated=(0,), target=target)
+    assert figures.argument_bytes == 3 * keys.dtype.itemsize + 256
+    assert figures.alias_bytes == 3 * keys.dtype.itemsize
+
+
+def test_wide_dtypes_keep_their_width() -> None:
+    with jax.enable_x64(True):
+        figures = measure_flat(double, [jax.ShapeDtypeStruct((64,), jnp.float64)], target="h200")
+    assert figures.argument_bytes == 512
+
+
+def printing_loop(x: jax.Array) -> list[jax.Array]:
+    def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
+        jax.debug.print("carry {carry}", carry=carry.sum())
+        jax.lax.cond(carry[0] > 0, lambda c: jax.debug.print("positive {c}", c=c), lambda c: None, carry)
+        return carry * 2, None
+
+    jax.debug.print("x {x}", x=x, ordered=True)
+    return [jax.jit(lambda x: jax.lax.scan(body, x, None, length=3)[0])(x)]
+
+
+def test_debug_prints_are_left_out_of_the_measured_copy() -> None:
+    figures = measure_flat(printing_loop, SMALL, target="h200")
+    assert "without the program's debug prints" in figures.note
+
+
+def test_leaving_debug_prints_out_changes_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
+    closed = without_debug_effects(jax.make_jaxpr(printing_loop)(jnp.ones(64)))
+    assert not closed.effects
+    (result,) = jax.jit(jax.extend.core.jaxpr_as_fun(closed))(jnp.arange(64.0))
+    jax.effects_barrier()
+    assert capfd.readouterr().out == ""
+    assert (result == jnp.arange(64.0) * 8).all()
+
+
+def test_host_callbacks_cannot_be_carried() -> None:
+    def call_back(x: jax.Array) -> list[jax.Array]:
+        return [io_callback(lambda x: x, x, x)]
+
+    with pytest.raises(ProgramNotPortable, match="Take host callbacks out of the step"):
+        measure_flat(call_back, SMALL, target="h200")
+
+
+def test_arguments_of_several_devices_cannot_be_carried() -> None:
+    mesh = jax.sharding.AbstractMesh((8,), ("data",))
+    spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
+    aval = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=spread)
+    with pytest.raises(
+        ProgramNotPortable, match="expected arguments of one device for an absent target, got argument 0"
+    ):
+        measure_flat(double, [aval], target="h200")
+
+
+# The child process
+
+
+def test_what_steers_the_parents_compilers_does_not_reach_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {
+        "JAX_PLATFORMS": "nonsense",
+        "XLA_FLAGS": "--xla_no_such_flag=true",
+        "LIBTPU_INIT_ARGS": "--no_such_flag",
+        "JAX_ENABLE_X64": "false",
+        "JAX_COMPILATION_CACHE_DIR": "/proc/nowhere",
+        "JAX_DISABLE_JIT": "true",
+        "CUDA_VISIBLE_DEVICES": "7",
+    }.items():
+        monkeypatch.setenv(name, value)
+    for name in ("h200", "cpu"):
+        target = resolve_target(name)
+        with Worker(target) as worker:
+            assert measure_flat(double, SMALL, target=target, worker=worker).argument_bytes == 256
+
+
+def test_importing_the_package_changes_nothing() -> None:
+    code = (
+        "import os, jax; before = dict(os.environ), jax.config.values.copy();"
+        "import remat_opt.targets; assert before == (dict(os.environ), jax.config.values);"
+        "from jax.extend import backend;"
+        "import jax._src.xla_bridge as bridge; assert not bridge.backends_are_initialized()"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=True)
+
+
+def test_the_environment_of_the_child() -> None:
+    parent = {"PATH": "/bin", "HOME": "/home/me", "XLA_FLAGS": "--x", "JAX_DEBUG_NANS": "1", "TPU_NAME": "mine"}
+    child = child_environment(parent, ["", "/one", "/two"], None)
+    assert (child["PATH"], child["HOME"], child["JAX_PLATFORMS"]) == ("/bin", "/home/me", "cpu")
+    assert child["PYTHONPATH"] == os.pathsep.join(["/one", "/two"])
+    assert not {"XLA_FLAGS", "JAX_DEBUG_NANS", "TPU_NAME"} & set(child)
+    assert child_environment(parent, [], Path("/dump"))["XLA_FLAGS"] == "--xla_dump_to=/dump --xla_dump_hlo_as_text"
+
+
+@pytest.mark.parametrize(("name", "extra"), [("h200", "cuda-aot"), ("v5e", "tpu-aot")])
+def test_a_missing_compiler_is_named_with_its_extra(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "_is_installed", lambda module: False)
+    with pytest.raises(TargetUnavailable, match=rf'not installed.*pip install "remat_opt\[{extra}\]"'):
+        measure_flat(double, SMALL, target=name)
+
+
+def test_compiler_options_reach_the_child_and_its_refusal_comes_back() -> None:
+    with Worker(resolve_target("cpu")) as worker:
+        with pytest.raises(CompilationFailed, match="xla_no_such_option"):
+            measure_flat(double, SMALL, target="cpu", worker=worker, compiler_options={"xla_no_such_option": "1"})
+        assert worker.alive
+        assert measure_flat(double, SMALL, target="cpu", worker=worker).argument_bytes == 256
+
+
+def test_barriers_hold_on_the_cpu_with_the_option() -> None:
+    def step(images: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
+        def loss(kernels: Sequence[jax.Array]) -> jax.Array:
+            x = images
+            for kernel in kernels:
+                x = jax.checkpoint(lambda x, k: jnp.tanh(conv_block(x, k)))(x, kernel)
+            return jnp.mean(x**2)
+
+        return list(jax.grad(loss)(kernels))
+
+    def conv_block(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        for _ in range(3):
+            x = jnp.tanh(
+                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            )
+        return x
+
+    options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
+    with Worker(resolve_target("cpu")) as worker:
+        away = measure_flat(step, AVALS, target="cpu", worker=worker, compiler_options=options)
+    here = measure_flat(step, AVALS, target="cpu", compiler_options=options)
+    plain = measure_flat(
+        step, AVALS, target="cpu", compiler_options={"xla_disable_hlo_passes": "optimization-barrier-expander"}
+    )
+    assert away.temp_bytes == pytest.approx(here.temp_bytes, rel=0.01)
+    assert here.temp_bytes <= plain.temp_bytes
+
+
+def test_a_program_too_large_for_a_tpu_says_how_much_it_needs() -> None:
+    def outer(x: jax.Array) -> list[jax.Array]:
+        return [jax.lax.sort(x[:, None] * x[None, :], dimension=0)]
+
+    with pytest.raises(CompilationOutOfMemory, match="v5e") as caught:
+        measure_flat(outer, [jax.ShapeDtypeStruct((2**17,), jnp.float32)], target="v5e")
+    assert caught.value.needed_bytes > caught.value.limit_bytes > 15 * 2**30
+
+
+def test_a_time_limit_ends_the_child_and_the_next_measurement_starts_another() -> None:
+    first = shared_worker(resolve_target("h200"))
+    with pytest.raises(CompilationTimeout, match="within 0 s"):
+        measure_flat(double, SMALL, target="h200", time_limit=0.0)
+    assert not first.alive
+    assert measure_flat(double, SMALL, target="h200", time_limit=60.0).argument_bytes == 256
+    assert shared_worker(resolve_target("h200")) is not first
+
+
+def test_the_live_child_is_used_again_and_can_be_ended() -> None:
+    target = resolve_target("h200")
+    worker = shared_worker(target)
+    measure_flat(double, SMALL, target=target)
+    assert shared_worker(resolve_target("h100")) is worker
+    close_workers()
+    assert not worker.alive
+
+
+def test_a_child_that_dies_says_its_last_words() -> None:
+    target = resolve_target("h200")
+    with Worker(target) as worker:
+        worker._process.kill()
+        worker._process.wait()
+        with pytest.raises(CompilationFailed, match="its process ended with code -9"):
+            measure_flat(double, SMALL, target=target, worker=worker)
+
+
+def test_a_worker_compiles_for_its_platform_only() -> None:
+    program = export_flat(double, SMALL, platform="tpu")
+    with Worker(resolve_target("h200")) as worker, pytest.raises(ValueError, match="this worker's platform 'cuda'"):
+        worker.compile(program, resolve_target("v5e"))
+
+
+def test_a_dump_needs_a_process_of_its_own(tmp_path: Path) -> None:
+    target = resolve_target("h200")
+    with Worker(target) as worker, pytest.raises(ValueError, match="either worker or dump_to, got both"):
+        measure_flat(double, SMALL, target=target, worker=worker, dump_to=tmp_path)
+
+
+# Live buffers
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200", "v5e"])
+def test_the_live_buffers_at_the_peak(target: str, tmp_path: Path) -> None:
+    figures = measure_flat(dense_step, WIDE, donated=(1, 2, 3), target=target, dump_to=tmp_path)
+    peak = read_live_buffers(tmp_path)
+    assert peak.allocated_bytes == pytest.approx(figures.temp_bytes, rel=0.01)
+    assert 0 < peak.live_bytes <= peak.allocated_bytes
+    assert sum(buffer.bytes for buffer in peak.buffers) == peak.live_bytes
+    assert {buffer.role for buffer in peak.buffers} == {"temporary"}
+    sizes = [buffer.bytes for buffer in peak.buffers]
+    assert sizes == sorted(sizes, reverse=True)
+    assert sizes.count(WIDE_BYTES) >= 2
+    assert peak.instruction
+    assert any("dot_general" in buffer.op_name for buffer in peak.buffers)
+    assert not any(buffer.op_name.startswith("jit(program)") for buffer in peak.buffers)
+    header, *rows = live_buffer_rows(peak, limit=2)
+    assert header == ("MB", "instruction", "shape", "operation")
+    assert len(rows) == min(2, len(sizes))
+    assert rows[0][0] == f"{sizes[0] / 1e6:.2f}"
+    everything = read_live_buffers(tmp_path, temporaries_only=False)
+    assert "argument" in {buffer.role for buffer in everything.buffers}
+
+
+def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="write measure_flat"):
+        read_live_buffers(tmp_path)
+
+
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:
+ value: <1 p @0> (size=4096,offset=0): f32[1024]{0}
+allocation 1: size 12288, preallocated-temp:
+ value: <2 a @0> (size=4096,offset=0): f32[1024]{0}
+ value: <3 b{0} @0> (size=4096,offset=4096): f32[1024]{0}
+ value: <4 c @0> (size=4096,offset=4096): f32[1024]{0}
+ value: <5 d @0> (size=2048,offset=8192): f32[512]{0}
+allocation 2: size 999999, color 1, preallocated-temp:
+ value: <6 fast @1> (size=999999,offset=0): u8[999999]{0}
+allocation 3: size 4, thread-local:
+ value: <7 scalar @0> (size=4,offset=0): f32[]
+
+Total bytes used: 17412
+"""
+LIVE_RANGE = """HloLiveRange (max 5):
+  InstructionSequence:
+    0:p
+    1:a
+    2:b
+    3:c
+    4:d
+  BufferLiveRange:
+    p{}:0-5
+    a{}:1-3
+    b{0}:2-3
+    c{}:3-4
+    d{}:4-5
+    fast{}:0-5
+  Live ranges at 3 (peak):
+    a{}: 4096 bytes (cumulative: 4096 bytes)
+"""
+VALUES = """Used values:
+<2 a @0>
+ from instruction: %a = f32[1024]{0} add(%p, %p), metadata={op_name="jit(program)/call_exported/jit(program)/first/add"}
+<4 c @0>
+ from instruction: %c = f32[1024]{0} copy(%a), sharding={replicated}
+"""
+
+
+def test_a_dump_that_can_be_checked_by_hand(tmp_path: Path) -> None:
+    for kind, text in (
+        ("buffer-assignment", ASSIGNMENT),
+        ("live-range", LIVE_RANGE),
+        ("buffer-assignment-values", VALUES),
+    ):
+        (tmp_path / f"module_0000.jit_program.x_after_optimizations-{kind}.txt").write_text(text)
+    peak = read_live_buffers(tmp_path)
+    # At 2 and 3 a and b live, at 3 c in the memory of b.
+    assert (peak.live_bytes, peak.allocated_bytes, peak.instruction) == (8192, 12288, "b")
+    assert [(buffer.bytes, buffer.instruction, buffer.op_name) for buffer in peak.buffers] == [
+        (4096, "a{}", "first/add"),
+        (4096, "b{0}", ""),
+    ]
+    (tmp_path / "module_0000.jit_program.x_after_optimizations-live-range.txt").unlink()
+    without_ranges = read_live_buffers(tmp_path, temporaries_only=False)
+    assert without_ranges.live_bytes == 4096 + 4096 + 2048
+    assert sorted(buffer.role for buffer in without_ranges.buffers) == ["argument", *["temporary"] * 3]
+    assert without_ranges.buffers[0].op_name == "first/add"
