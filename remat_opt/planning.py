@@ -202,7 +202,9 @@ class _Decider:
         plain_peak = self.prepared.as_given
         if not solution.schedule.recomputed or solution.peak > WORTH_WRITING * plain_peak:
             return self.plain("nothing to gain: recomputing anything would not lower the peak")
-        if self.compile is None or solution.peak <= TOO_CLOSE_TO_CALL * plain_peak:
+        # With the user's own checkpoints the step as given may need less than our model of it without them says.
+        clear = solution.peak <= TOO_CLOSE_TO_CALL * plain_peak
+        if self.compile is None or (clear and not self.prepared.captured.program.entered_checkpoints):
             return self.decision(solution)
         figures, plain = self.measure(solution), self.measure(None)
         if figures.temp_bytes < plain.temp_bytes:

@@ -31,7 +31,9 @@ class Sketch:
         self.inputs.append(self.value(size))
         return self.inputs[-1]
 
-    def op(self, *reads: int, size: int, kind: Kind = Kind.OPAQUE, seconds: float = 1.0, repeatable: bool = True) -> int:
+    def op(
+        self, *reads: int, size: int, kind: Kind = Kind.OPAQUE, seconds: float = 1.0, repeatable: bool = True
+    ) -> int:
         """An op with one result of `size` bytes."""
         return self.ops_of(*reads, sizes=(size,), kind=kind, seconds=seconds, repeatable=repeatable)[0]
 
@@ -55,11 +57,6 @@ class Sketch:
         """The finished graph; `donated` says which argument's place each output takes (argument → output)."""
         aliases = tuple((donated or {}).items())
         return Graph(tuple(self.sizes), tuple(self.ops), tuple(self.inputs), outputs, aliases)
-
-
-def maker(graph: Graph, value: int) -> int:
-    """The op that makes a value."""
-    return next(index for index, op in enumerate(graph.ops) if value in op.outputs)
 
 
 def training_chain(sizes: Sequence[int], kind: Kind = Kind.OPAQUE) -> Graph:

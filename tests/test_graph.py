@@ -1,4 +1,4 @@
-"""The graph refuses what is no dataflow graph, and knows who makes and who reads what; schedules add up their repeats."""
+"""Graphs refuse what is no dataflow graph and know who makes and reads what; schedules add up their repeats."""
 
 import random
 

@@ -24,10 +24,8 @@ from remat_opt.targets import (
     attached_target,
     close_workers,
     is_attached,
-    live_buffer_rows,
     measure_flat,
     read_figures,
-    read_live_buffers,
     remote,
     resolve_target,
 )
@@ -89,7 +87,10 @@ def test_the_table_has_the_devices_with_sensible_figures() -> None:
     for name, target in TARGETS.items():
         assert target.name == name
         assert target.flops["bfloat16"] >= target.flops["float32"] > target.bandwidth > 0
-        assert target.platform == "cpu" or (target.memory_bytes > 10**10 and target.compiler_config)
+        if target.platform != "cpu":
+            assert target.memory_bytes is not None
+            assert target.memory_bytes > 10**10
+            assert target.compiler_config
         assert hash(target) == hash(resolve_target(name))
 
 
@@ -145,6 +146,7 @@ def test_cpu_figures_of_a_small_network() -> None:
         figures.alias_bytes
     )
     forward = 2 * 8 * 32 * 32 * 9 * 16 * 16 * LAYERS
+    assert figures.flops is not None
     assert forward < figures.flops < 4 * forward
     assert (figures.target, figures.jax_version, figures.autotuned) == ("cpu", jax.__version__, True)
     assert Figures.from_json(figures.as_json()) == figures
@@ -185,6 +187,7 @@ def test_figures_for_an_absent_tpu() -> None:
     assert figures.temp_bytes >= 2 * WIDE_BYTES
     assert figures.argument_bytes == WIDE_BYTES + 3 * 2048 * 2048 * 4
     assert figures.alias_bytes == 3 * 2048 * 2048 * 4
+    assert figures.flops is not None
     assert figures.flops >= 3 * 2 * 2**15 * 2048 * 2048
     assert figures.target == "v5e"
     assert "libtpu" in figures.compiler
@@ -348,9 +351,7 @@ def test_barriers_hold_on_the_cpu_with_the_option() -> None:
     with Worker(resolve_target("cpu")) as worker:
         away = measure_flat(step, AVALS, target="cpu", worker=worker, compiler_options=options)
     here = measure_flat(step, AVALS, target="cpu", compiler_options=options)
-    plain = measure_flat(
-        step, AVALS, target="cpu", compiler_options={"xla_disable_hlo_passes": "optimization-barrier-expander"}
-    )
+    plain = measure_flat(step, AVALS, target="cpu")
     assert away.temp_bytes == pytest.approx(here.temp_bytes, rel=0.01)
     assert here.temp_bytes <= plain.temp_bytes
 
@@ -361,7 +362,7 @@ def test_a_program_too_large_for_a_tpu_says_how_much_it_needs() -> None:
 
     with pytest.raises(CompilationOutOfMemory, match="v5e") as caught:
         measure_flat(outer, [jax.ShapeDtypeStruct((2**17,), jnp.float32)], target="v5e")
-    assert caught.value.needed_bytes > caught.value.limit_bytes > 15 * 2**30
+    assert (caught.value.needed_bytes, caught.value.limit_bytes) == (192 * 2**30, 15.75 * 2**30)
 
 
 def test_a_time_limit_ends_the_child_and_the_next_measurement_starts_another() -> None:
@@ -401,94 +402,3 @@ def test_a_dump_needs_a_process_of_its_own(tmp_path: Path) -> None:
     target = resolve_target("h200")
     with Worker(target) as worker, pytest.raises(ValueError, match="either worker or dump_to, got both"):
         measure_flat(double, SMALL, target=target, worker=worker, dump_to=tmp_path)
-
-
-# Live buffers
-
-
-@pytest.mark.parametrize("target", ["cpu", "h200", "v5e"])
-def test_the_live_buffers_at_the_peak(target: str, tmp_path: Path) -> None:
-    figures = measure_flat(dense_step, WIDE, donated=(1, 2, 3), target=target, dump_to=tmp_path)
-    peak = read_live_buffers(tmp_path)
-    assert peak.allocated_bytes == pytest.approx(figures.temp_bytes, rel=0.01)
-    assert 0 < peak.live_bytes <= peak.allocated_bytes
-    assert sum(buffer.bytes for buffer in peak.buffers) == peak.live_bytes
-    assert {buffer.role for buffer in peak.buffers} == {"temporary"}
-    sizes = [buffer.bytes for buffer in peak.buffers]
-    assert sizes == sorted(sizes, reverse=True)
-    assert sizes.count(WIDE_BYTES) >= 2
-    assert peak.instruction
-    assert any("dot_general" in buffer.op_name for buffer in peak.buffers)
-    assert not any(buffer.op_name.startswith("jit(program)") for buffer in peak.buffers)
-    header, *rows = live_buffer_rows(peak, limit=2)
-    assert header == ("MB", "instruction", "shape", "operation")
-    assert len(rows) == min(2, len(sizes))
-    assert rows[0][0] == f"{sizes[0] / 1e6:.2f}"
-    everything = read_live_buffers(tmp_path, temporaries_only=False)
-    assert "argument" in {buffer.role for buffer in everything.buffers}
-
-
-def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="write measure_flat"):
-        read_live_buffers(tmp_path)
-
-
-ASSIGNMENT = """BufferAssignment:
-allocation 0: size 4096, parameter 0, shape |f32[1024]| at ShapeIndex {}:
- value: <1 p @0> (size=4096,offset=0): f32[1024]{0}
-allocation 1: size 12288, preallocated-temp:
- value: <2 a @0> (size=4096,offset=0): f32[1024]{0}
- value: <3 b{0} @0> (size=4096,offset=4096): f32[1024]{0}
- value: <4 c @0> (size=4096,offset=4096): f32[1024]{0}
- value: <5 d @0> (size=2048,offset=8192): f32[512]{0}
-allocation 2: size 999999, color 1, preallocated-temp:
- value: <6 fast @1> (size=999999,offset=0): u8[999999]{0}
-allocation 3: size 4, thread-local:
- value: <7 scalar @0> (size=4,offset=0): f32[]
-
-Total bytes used: 17412
-"""
-LIVE_RANGE = """HloLiveRange (max 5):
-  InstructionSequence:
-    0:p
-    1:a
-    2:b
-    3:c
-    4:d
-  BufferLiveRange:
-    p{}:0-5
-    a{}:1-3
-    b{0}:2-3
-    c{}:3-4
-    d{}:4-5
-    fast{}:0-5
-  Live ranges at 3 (peak):
-    a{}: 4096 bytes (cumulative: 4096 bytes)
-"""
-VALUES = """Used values:
-<2 a @0>
- from instruction: %a = f32[1024]{0} add(%p, %p), metadata={op_name="jit(program)/call_exported/jit(program)/first/add"}
-<4 c @0>
- from instruction: %c = f32[1024]{0} copy(%a), sharding={replicated}
-"""
-
-
-def test_a_dump_that_can_be_checked_by_hand(tmp_path: Path) -> None:
-    for kind, text in (
-        ("buffer-assignment", ASSIGNMENT),
-        ("live-range", LIVE_RANGE),
-        ("buffer-assignment-values", VALUES),
-    ):
-        (tmp_path / f"module_0000.jit_program.x_after_optimizations-{kind}.txt").write_text(text)
-    peak = read_live_buffers(tmp_path)
-    # At 2 and 3 a and b live, at 3 c in the memory of b.
-    assert (peak.live_bytes, peak.allocated_bytes, peak.instruction) == (8192, 12288, "b")
-    assert [(buffer.bytes, buffer.instruction, buffer.op_name) for buffer in peak.buffers] == [
-        (4096, "a{}", "first/add"),
-        (4096, "b{0}", ""),
-    ]
-    (tmp_path / "module_0000.jit_program.x_after_optimizations-live-range.txt").unlink()
-    without_ranges = read_live_buffers(tmp_path, temporaries_only=False)
-    assert without_ranges.live_bytes == 4096 + 4096 + 2048
-    assert sorted(buffer.role for buffer in without_ranges.buffers) == ["argument", *["temporary"] * 3]
-    assert without_ranges.buffers[0].op_name == "first/add"

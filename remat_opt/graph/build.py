@@ -80,9 +80,7 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
         ops=tuple(ops),
         inputs=(*program.inputs, *(value for value, _ in program.constants)),
         outputs=tuple(
-            dict.fromkeys(
-                x for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations
-            )
+            dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations)
         ),
         aliases=_aliases(program, donated, constant_equations),
         constants=frozenset(constant_equations),

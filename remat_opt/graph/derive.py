@@ -86,7 +86,7 @@ class _Derivation:
             for value in graph.ops[op].outputs:
                 self.made_at[value] = position
         self.kept = [value in choice.saved for value in range(len(graph.sizes))]
-        for value in graph.inputs:
+        for value in (*graph.inputs, *graph.outputs):  # there in any case
             self.kept[value] = True
         for op in graph.ops:
             if not op.repeatable:
@@ -110,9 +110,9 @@ class _Derivation:
                 if missing:
                     runs.append(Run(tuple(pending)))
                     pending = []
-                    again = self._recompute(missing, members, wanted, start, held)
+                    again, made = self._recompute(missing, members, wanted, start, held)
                     runs.append(Run(again, recomputed=True))
-                    held.update(value for index in again for value in self.graph.ops[index].outputs)
+                    held |= made
                 pending.append(op)
             runs.append(Run(tuple(pending)))
             for op in epoch:
@@ -129,8 +129,11 @@ class _Derivation:
 
     def _recompute(
         self, missing: list[int], members: dict[int, list[int]], wanted: set[int], start: int, held: Collection[int]
-    ) -> tuple[int, ...]:
-        """All ops that make the missing values again, and with them what else is wanted of their segments."""
+    ) -> tuple[tuple[int, ...], set[int]]:
+        """All ops that make the missing values again, and with them what else is wanted of their segments.
+
+        What these ops read of other segments is made again with them and is not held: those segments' own turn comes.
+        """
         producer = self.graph.producer
         segments = {self.segment[producer[value]] for value in missing}
         needed: set[int] = set(missing)
@@ -146,4 +149,4 @@ class _Derivation:
                 continue
             ops.add(op)
             stack.extend(v for v in self.graph.ops[op].inputs if self._forgotten(v, start, held))
-        return tuple(sorted(ops, key=self.position_of.__getitem__))
+        return tuple(sorted(ops, key=self.position_of.__getitem__)), needed

@@ -114,7 +114,9 @@ def _check(graph: Graph, schedule: Schedule) -> None:
     for op in schedule.order:
         if not known.issuperset(graph.ops[op].inputs):
             missing = next(value for value in graph.ops[op].inputs if value not in known)
-            raise ValueError(f"expected values to be made before they are read: op {op} reads value {missing} too early")
+            raise ValueError(
+                f"expected values to be made before they are read: op {op} reads value {missing} too early"
+            )
         known.update(graph.ops[op].outputs)
 
 

@@ -48,6 +48,7 @@ class Program:
     constants: tuple[tuple[int, Any], ...]
     equations: tuple[Equation, ...]
     outputs: tuple[int | Constant, ...]
+    entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
 
     @property
     def effects(self) -> frozenset:
@@ -92,6 +93,7 @@ class _Inliner:
         self.equations: list[Equation] = []
         self.numbering: dict[Any, tuple[int, ...]] = {}
         self.constants: dict[int, tuple[int, Any]] = {}
+        self.entered_checkpoints = False
 
     def run(self, closed: Any) -> Program:
         jaxpr = compat.bare_jaxpr(closed)
@@ -104,7 +106,9 @@ class _Inliner:
         self.walk(jaxpr, environment, None, None)
         outputs = tuple(self.read(atom, environment) for atom in jaxpr.outvars)
         constants = tuple(self.constants.values())
-        return Program(tuple(self.avals), tuple(inputs), constants, self.alive(outputs), outputs)
+        return Program(
+            tuple(self.avals), tuple(inputs), constants, self.alive(outputs), outputs, self.entered_checkpoints
+        )
 
     def new_value(self, aval: Any) -> int:
         self.avals.append(aval)
@@ -137,6 +141,7 @@ class _Inliner:
     def entered(self, equation: Any) -> Any | None:
         if equation.primitive is compat.remat_p:
             keep = self.keep_checkpoints or compat.policy_offloads(equation.params["policy"])
+            self.entered_checkpoints |= not keep
             return None if keep else equation.params["jaxpr"]
         rule = _ENTERED.get(equation.primitive)
         return None if rule is None else rule(equation.params)

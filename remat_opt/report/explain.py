@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
+from pathlib import Path
 
 from remat_opt.graph.graph import Graph
-from remat_opt.graph.liveness import Liveness
+from remat_opt.graph.liveness import Liveness, simulate
+from remat_opt.graph.schedule import save_everything
 from remat_opt.plan import Plan
+from remat_opt.report.curves import Curve, curve_of
+from remat_opt.report.saved import Group, saved_groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeated:
+    """All repeats of one primitive: how many, their FLOPs, and their estimated seconds on the target."""
+
+    primitive: str
+    count: int
+    flops: float
+    seconds: float
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Explanation:
-    """Prints as text; `.save("picture.png")` draws it."""
+    """Prints as text; `.save("picture.png")` draws it.
+
+    Attributes:
+        plan: what was decided.
+        graph: the step.
+        plain: the simulated step with everything saved and the updates as early as they can be.
+        rewritten: the simulated plan.
+        names: name of each saved value.
+        seconds: time spent on each stage of planning.
+    """
 
     plan: Plan
     graph: Graph
@@ -21,8 +45,58 @@ class Explanation:
     names: Mapping[int, str]
     seconds: Mapping[str, float]
 
+    @functools.cached_property
+    def before(self) -> Curve:
+        """Live memory over the step as it was given, in its own order."""
+        schedule = save_everything(self.graph)
+        return curve_of(self.graph, schedule, simulate(self.graph, schedule))
+
+    @functools.cached_property
+    def after(self) -> Curve:
+        """Live memory over the planned step; the same as `before` where nothing is recomputed."""
+        return self.before if self.plan.is_plain else curve_of(self.graph, self.plan.schedule, self.rewritten)
+
+    @functools.cached_property
+    def saved(self) -> list[Group]:
+        """The saved tensors in groups, those with the most bytes first."""
+        return saved_groups(self.plan, self.graph, self.names)
+
+    @functools.cached_property
+    def segments(self) -> list[int]:
+        """The number of operations in each recomputed segment, in the order in which they run."""
+        return [len(run.ops) for run in self.plan.schedule.runs if run.recomputed]
+
+    @functools.cached_property
+    def repeated(self) -> list[Repeated]:
+        """What is recomputed, by primitive, those that take most time first."""
+        ops: dict[str, list[int]] = {}
+        for op in self.plan.schedule.recomputed:
+            ops.setdefault(self.graph.ops[op].name, []).append(op)
+        totals = [
+            Repeated(
+                name,
+                len(repeats),
+                sum(self.graph.ops[op].flops for op in repeats),
+                sum(self.graph.ops[op].seconds for op in repeats),
+            )
+            for name, repeats in ops.items()
+        ]
+        return sorted(totals, key=lambda total: (-total.seconds, -total.flops, total.primitive))
+
     def __str__(self) -> str:
-        return f"{len(self.names)} saved"
+        from remat_opt.report.text import to_text  # it reads explanations, so it is imported after this class
+
+        return to_text(self)
+
+    def save(self, path: str | Path) -> None:
+        """Draw live memory over the step, before and after, into a file; its ending says which format.
+
+        Raises:
+            ImportError: matplotlib is not installed; the message says what to install.
+        """
+        from remat_opt.report.pictures import draw_live_memory
+
+        draw_live_memory(self, path)
 
 
 def explain(
@@ -33,5 +107,5 @@ def explain(
     names: Mapping[int, str],
     seconds: Mapping[str, float],
 ) -> Explanation:
-    """Gather what there is to say of a plan."""
+    """Gather what there is to say of a plan; for the arguments see `Explanation`."""
     return Explanation(plan, graph, plain, rewritten, names, seconds)

@@ -17,7 +17,7 @@ _NUMBER = re.compile(r"\d+")
 class Reason(enum.Enum):
     """Why a tensor is saved; the value is the sentence that reports print."""
 
-    CROSSES_A_CUT = "cross a cut: read again when a later segment is recomputed"
+    CROSSES_A_CUT = "crossing a cut: read again when a later segment is recomputed"
     DEAR = "dear to recompute: results of products, convolutions and the like inside a segment"
     READ_AT_THE_END = "read behind the last cut, by the part of the step that runs only once"
     NOT_REPEATABLE = "made by an operation that must not run twice"
@@ -93,14 +93,12 @@ def _flops_of(graph: Graph, values: Sequence[int]) -> float:
 def join_names(names: Sequence[str]) -> str:
     """Names that differ in numbers only as one: block1/relu and block2/relu → block{1-2}/relu."""
     texts = _NUMBER.split(names[0])
-    columns = zip(*(_NUMBER.findall(name) for name in names), strict=True)
-    numbers = [_ranges(sorted({int(number) for number in column})) for column in columns]
+    columns = [set(column) for column in zip(*(_NUMBER.findall(name) for name in names), strict=True)]
+    numbers = [min(column) if len(column) == 1 else _ranges(sorted(map(int, column))) for column in columns]
     return texts[0] + "".join(number + text for number, text in zip(numbers, texts[1:], strict=True))
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    if len(numbers) == 1:
-        return str(numbers[0])
     spans: list[list[int]] = []
     for number in numbers:
         if spans and spans[-1][1] == number - 1:

@@ -18,7 +18,7 @@ from remat_opt.graph.graph import Kind
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.segments import least_memory
 
-_MOST_PASSES = 6
+_MOST_PASSES = 12
 
 
 def solve(problem: Problem, budget: int | None) -> Solution:
@@ -32,6 +32,12 @@ def solve(problem: Problem, budget: int | None) -> Solution:
 
 
 def _least_memory(problem: Problem) -> Solution:
+    candidates = [_lower_peaks(problem, keep) for keep in (True, False)]
+    return min(candidates, key=lambda solution: (solution.peak, solution.extra_seconds))
+
+
+def _lower_peaks(problem: Problem, keep: bool) -> Solution:
+    """Segments at the plain step's peak, then at the peak that remains, and so on while it does not rise."""
     best = problem.plain
     tried: set[int] = set()
     for _ in range(_MOST_PASSES):
@@ -39,11 +45,11 @@ def _least_memory(problem: Problem) -> Solution:
         if turn in tried:
             break
         tried.add(turn)
-        choice = least_memory(problem.graph, problem.order, problem.plain.liveness, turn)
+        choice = least_memory(problem.graph, problem.order, problem.plain.liveness, turn, keep=keep)
         candidate = problem.solution(_merge(best.choice, choice))
-        if candidate.peak >= best.peak:
+        if candidate.peak > best.peak or not candidate.schedule.recomputed:
             break
-        best = candidate
+        best = candidate  # where the peak stays, another one of the same height is next
     return best
 
 

@@ -74,7 +74,9 @@ class _Writer:
         inputs = [self.read(atom, environment, constants) for atom in equation.inputs]
         with compat.equation_context(equation.source_info, equation.context):
             outputs = compat.bind_equation(equation.primitive, equation.params, inputs)
-        target = constants if equation.outputs and equation.outputs[0] in self.bridge.constant_equations else environment
+        target = (
+            constants if equation.outputs and equation.outputs[0] in self.bridge.constant_equations else environment
+        )
         target.update(zip(equation.outputs, outputs, strict=True))
 
     def read(self, atom: int | Constant, environment: dict[int, Any], constants: dict[int, Any]) -> Any:

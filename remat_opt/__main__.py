@@ -1,0 +1,116 @@
+"""The command line: `python -m remat_opt --help`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from remat_opt.budget import InfeasibleBudget, parse_budget
+from remat_opt.version import __version__
+
+NEEDED = ("rich", "flax", "optax")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 0, 1 where something is missing or cannot be done, 2 for wrong usage."""
+    parser = _parser()
+    given = parser.parse_args(arguments)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show − or █ gets ?, not a traceback
+    return given.command(given, parser)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m remat_opt",
+        description="remat_opt makes a JAX training step fit in memory: it finds which tensors to save, and has XLA "
+        "recompute the rest.",
+    )
+    parser.add_argument("--version", action="version", version=f"remat_opt {__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    demo = commands.add_parser(
+        "demo",
+        help="train a real network, plain and optimised side by side, and compare memory, time and results",
+        description="Trains a Flax network for a few steps on generated images: the plain step, the step by "
+        "remat_opt.optimize, and nn.remat round every block by hand.",
+    )
+    demo.add_argument(
+        "--model", default="resnet50", metavar="NAME", help="a network of remat_opt.examples (default: resnet50)"
+    )
+    demo.add_argument("--batch", type=_positive, default=8, metavar="N", help="images in a batch (default: 8)")
+    demo.add_argument("--size", type=_positive, default=128, metavar="PIXELS", help="image side (default: 128)")
+    demo.add_argument("--steps", type=_positive, default=3, metavar="N", help="training steps (default: 3)")
+    demo.add_argument("--runs", type=_positive, default=5, metavar="N", help="timed steps of each (default: 5)")
+    demo.add_argument(
+        "--budget",
+        type=_budget,
+        metavar="BUDGET",
+        help='as of remat_opt.optimize: "800MB", "12GiB", 0.5 (of the plain step\'s temporary memory), min '
+        "(default: the least memory with at most one extra forward pass)",
+    )
+    demo.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
+    demo.add_argument("--explain", action="store_true", help="also print what is saved, what is recomputed, and why")
+    demo.set_defaults(command=_demo)
+    return parser
+
+
+def _positive(text: str) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        number = 0
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a whole number of at least 1, got {text!r}")
+    return number
+
+
+def _budget(text: str) -> int | float | str:
+    budget: int | float | str = text
+    for kind in (int, float):
+        try:
+            budget = kind(text)
+            break
+        except ValueError:
+            continue
+    try:
+        parse_budget(budget)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return budget
+
+
+def _demo(given: Any, parser: argparse.ArgumentParser) -> int:
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        print(f'the demo needs {" and ".join(missing)}; write: pip install "remat_opt[examples]"', file=sys.stderr)
+        return 1
+    from remat_opt import demo, demo_tables
+    from remat_opt.examples import NETWORKS
+
+    if given.model not in NETWORKS:
+        parser.error(f"unknown model {given.model!r}; there are {', '.join(sorted(NETWORKS))}")
+    if given.json is not None and not given.json.absolute().parent.is_dir():
+        parser.error(f"expected a folder that exists for --json, got {str(given.json)!r}")
+    options = demo.Options(given.model, given.batch, given.size, given.steps, given.runs, given.budget)
+    try:
+        with demo_tables.progress() as say:
+            outcome = demo.run(options, say)
+    except InfeasibleBudget as error:
+        print(f"the budget cannot be kept: {error}", file=sys.stderr)
+        return 1
+    demo_tables.show(outcome)
+    if given.explain:
+        print(f"\n{outcome.explanation}")
+    if given.json is not None:
+        given.json.write_text(json.dumps(demo.as_json(outcome), indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""An explanation as a picture. The one file that imports matplotlib, and only when something is drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from remat_opt.report.units import format_bytes, format_change
+
+if TYPE_CHECKING:
+    from remat_opt.report.curves import Curve
+    from remat_opt.report.explain import Explanation
+
+_BEFORE, _AFTER = "#8c8c8c", "#1f6fb4"
+
+
+def draw_live_memory(explanation: Explanation, path: str | Path) -> None:
+    """Draw live memory (MB) over estimated time (ms), before and after, into a file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure_class = _figure_class()
+    plan = explanation.plan
+    figure = figure_class(figsize=(9, 4.5), layout="constrained", dpi=150)
+    axes = figure.add_subplot()
+    _draw(axes, explanation.before, _BEFORE, "as given")
+    if not plan.is_plain:
+        _draw(axes, explanation.after, _AFTER, "planned")
+        _shade_recomputation(axes, explanation.after)
+    axes.set_xlim(0, 1e3 * max(explanation.before.seconds, explanation.after.seconds))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel(f"estimated time on {plan.target} (ms)")
+    axes.set_ylabel("live temporary memory (MB)")
+    change = format_change(explanation.after.peak, explanation.before.peak)
+    axes.set_title("Nothing is recomputed" if plan.is_plain else f"Predicted peak {change}", loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure  # without pyplot: no window, no global state
+    except ImportError as error:
+        raise ImportError(
+            'expected matplotlib, to draw the picture; write: pip install "remat_opt[plot]" '
+            "(print(explanation) shows the same curves as text)"
+        ) from error
+    return Figure
+
+
+def _draw(axes: Any, curve: Curve, colour: str, label: str) -> None:
+    axes.stairs(curve.live / 1e6, 1e3 * curve.begins, color=colour, label=f"{label}: {format_bytes(curve.peak)}")
+    axes.stairs(curve.live / 1e6, 1e3 * curve.begins, color=colour, fill=True, alpha=0.15)
+    axes.plot(1e3 * curve.peak_seconds, curve.peak / 1e6, marker="v", color=colour)
+
+
+def _shade_recomputation(axes: Any, curve: Curve) -> None:
+    label = "recomputation"
+    begin = None
+    for index, again in enumerate(curve.recomputed):
+        if again and begin is None:
+            begin = curve.begins[index]
+        elif not again and begin is not None:
+            span = (1e3 * begin, 1e3 * curve.begins[index])
+            axes.axvspan(*span, ymax=0.02, color=_AFTER, alpha=0.6, linewidth=0, label=label)
+            begin, label = None, "_"  # one entry in the legend

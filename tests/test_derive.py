@@ -1,0 +1,337 @@
+"""From a choice to a schedule: what is kept, what is made again and when; and updates as early as they can be."""
+
+import random
+
+import pytest
+from hypothesis import given
+from random_graphs import Sketch, graphs_with_choices, random_choice, training_chain, training_graph, training_graphs
+
+from remat_opt.graph.derive import Choice, derive, early_order
+from remat_opt.graph.graph import Graph, Kind
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import Run, Schedule, save_everything
+
+
+def schedule_of(graph: Graph, choice: Choice) -> Schedule:
+    return derive(graph, choice, range(len(graph.ops)))
+
+
+def again(*ops: int) -> Run:
+    return Run(ops, recomputed=True)
+
+
+# The chain of four: forward ops 0–3 make values 1–4, loss op 4 makes 5, backward ops 5–8 read (4, 3), …, (1, 0).
+CHAIN = training_chain([1, 1, 1, 1])
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        Choice(),
+        Choice(cuts=(1, 2, 3)),  # cuts alone forget nothing
+        Choice(saved=frozenset({2}), cuts=(2,)),
+        Choice(turning_points=(0,)),  # nothing was made yet
+        Choice(turning_points=(9,)),  # nothing comes behind
+        Choice(saved=frozenset(range(1, 10)), turning_points=(3, 5), cuts=(1, 2)),
+    ],
+)
+def test_where_nothing_is_forgotten_the_step_is_as_it_was(choice: Choice) -> None:
+    assert schedule_of(CHAIN, choice) == save_everything(CHAIN)
+
+
+@given(graphs_with_choices())
+def test_saving_every_value_is_the_identity(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    everything = Choice(frozenset(range(len(graph.sizes))), choice.turning_points, choice.cuts)
+    assert schedule_of(graph, everything) == save_everything(graph)
+
+
+def test_one_segment_is_made_again_whole_at_the_first_read_behind_the_turning_point() -> None:
+    choice = Choice(frozenset({5}), turning_points=(5,))
+    assert schedule_of(CHAIN, choice).runs == (Run((0, 1, 2, 3, 4)), again(0, 1, 2, 3), Run((5, 6, 7, 8)))
+
+
+def test_two_segments_are_made_again_last_first_from_what_is_saved_between() -> None:
+    choice = Choice(frozenset({2, 5}), turning_points=(5,), cuts=(2,))
+    assert schedule_of(CHAIN, choice).runs == (
+        Run((0, 1, 2, 3, 4)),
+        again(2, 3),  # op 5 reads values 4 and 3; value 2 is saved
+        Run((5, 6)),  # op 6 reads values 3 and 2
+        again(0),  # op 7 reads values 2 and 1: op 1 makes the saved one, and runs once
+        Run((7, 8)),
+    )
+
+
+def test_segments_behind_the_turning_point_are_not_made_again() -> None:
+    choice = Choice(frozenset({2}), turning_points=(2,))
+    assert schedule_of(CHAIN, choice).runs == (Run(tuple(range(7))), again(0), Run((7, 8)))
+
+
+def test_a_segment_that_needs_an_unsaved_value_of_another_has_that_made_again_too() -> None:
+    # Nothing is saved at the cut: for op 2 again, ops 0 and 1 run again, too. They are held for their own backward.
+    choice = Choice(frozenset({5}), turning_points=(5,), cuts=(2,))
+    assert schedule_of(CHAIN, choice).runs == (Run((0, 1, 2, 3, 4)), again(0, 1, 2, 3), Run((5, 6, 7, 8)))
+
+
+def test_each_turning_point_forgets_again() -> None:
+    choice = Choice(frozenset({5, 6, 7}), turning_points=(5, 7))
+    assert schedule_of(CHAIN, choice).runs == (
+        Run((0, 1, 2, 3, 4)),
+        again(0, 1, 2, 3),
+        Run((5, 6)),
+        again(0, 1),  # made again behind the first turning point, forgotten at the second
+        Run((7, 8)),
+    )
+
+
+def test_results_of_an_op_that_may_not_run_twice_are_kept() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=1)
+    mask = sketch.op(a, size=1, repeatable=False)
+    b = sketch.op(mask, size=1)
+    loss = sketch.op(b, size=1)
+    graph = sketch.graph(sketch.op(loss, a, mask, b, size=1))
+    choice = Choice(frozenset({loss}), turning_points=(4,))
+    assert schedule_of(graph, choice).runs == (Run((0, 1, 2, 3)), again(0, 2), Run((4,)))
+
+
+def test_the_order_of_first_runs_is_the_given_one() -> None:
+    sketch = Sketch()
+    a, b = sketch.op(size=1), sketch.op(size=1)
+    c = sketch.op(a, b, size=1)
+    graph = sketch.graph(c)
+    schedule = derive(graph, Choice(turning_points=(2,)), (1, 0, 2))
+    assert schedule.runs == (Run((1, 0)), again(1, 0), Run((2,)))
+
+
+def moments(graph: Graph, choice: Choice, order: tuple[int, ...]) -> list[tuple[int, int, bool]]:
+    """Each op that runs with its epoch (how many turning points have passed) and whether it is a repeat.
+
+    A repeat belongs to the epoch of the first run behind it.
+    """
+    points = sorted(set(choice.turning_points))
+    found: list[tuple[int, int, bool]] = []
+    position = 0
+    for run in derive(graph, choice, order).runs:
+        for op in run.ops:
+            found.append((op, sum(point <= position for point in points), run.recomputed))
+            position += not run.recomputed
+    return found
+
+
+@given(graphs_with_choices())
+def test_every_op_runs_once_in_first_runs_and_in_the_given_order(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    order = early_order(graph)
+    schedule = derive(graph, choice, order)
+    assert tuple(op for run in schedule.runs if not run.recomputed for op in run.ops) == order
+    assert all(run.ops for run in schedule.runs)
+
+
+@given(graphs_with_choices())
+def test_every_read_is_of_a_value_that_was_made_before(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    made = set(graph.inputs)
+    for op in derive(graph, choice, early_order(graph)).order:
+        assert made.issuperset(graph.ops[op].inputs)
+        made.update(graph.ops[op].outputs)
+
+
+@given(graphs_with_choices())
+def test_what_is_not_saved_is_never_read_across_a_turning_point(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    kept = {*graph.inputs, *choice.saved, *(v for op in graph.ops if not op.repeatable for v in op.outputs)}
+    kept.update(graph.outputs)  # the caller gets them in any case
+    epoch_of: dict[int, int] = {}
+    for op, epoch, _ in moments(graph, choice, early_order(graph)):
+        for value in graph.ops[op].inputs:
+            assert value in kept or epoch_of[value] == epoch
+        epoch_of.update(dict.fromkeys(graph.ops[op].outputs, epoch))
+
+
+@given(graphs_with_choices())
+def test_a_repeat_makes_something_that_is_read_and_was_forgotten(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    trace = moments(graph, choice, early_order(graph))
+    last_made: dict[int, int] = {}  # epoch
+    for at, (op, epoch, repeat) in enumerate(trace):
+        if repeat:
+            wanted = [v for v in graph.ops[op].outputs if v not in choice.saved and last_made[v] < epoch]
+            assert wanted, f"op {op} repeats what is there"
+            assert any(is_read_before_made_again(graph, trace, v, at) for v in wanted), f"nobody wants op {op} again"
+        last_made.update(dict.fromkeys(graph.ops[op].outputs, epoch))
+
+
+def is_read_before_made_again(graph: Graph, trace: list[tuple[int, int, bool]], value: int, at: int) -> bool:
+    for op, _, _ in trace[at + 1 :]:
+        if value in graph.ops[op].inputs:
+            return True
+        if value in graph.ops[op].outputs:
+            return False
+    return False
+
+
+@given(graphs_with_choices())
+def test_what_may_not_run_twice_does_not(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    repeated = derive(graph, choice, early_order(graph)).recomputed
+    assert all(graph.ops[op].repeatable for op in repeated)
+
+
+@given(graphs_with_choices())
+def test_a_repeat_starts_at_the_read_that_needs_it(drawn: tuple[Graph, Choice]) -> None:
+    # Later than needed is impossible, and earlier would hold it for longer: the next op reads what was made again.
+    graph, choice = drawn
+    runs = derive(graph, choice, early_order(graph)).runs
+    for run, following in zip(runs, (*runs[1:], None), strict=True):
+        if run.recomputed:
+            assert following is not None
+            assert not following.recomputed
+            made = {value for op in run.ops for value in graph.ops[op].outputs}
+            assert made.intersection(graph.ops[following.ops[0]].inputs)
+
+
+def test_random_choices_do_recompute() -> None:
+    # The laws above say nothing of schedules without a repeat.
+    sources = [random.Random(seed) for seed in range(100)]
+    graphs = [training_graph(source, 6) for source in sources]
+    repeats = [
+        len(derive(graph, random_choice(source, graph), early_order(graph)).recomputed)
+        for source, graph in zip(sources, graphs, strict=True)
+    ]
+    assert sum(count > 0 for count in repeats) > 40
+    assert max(repeats) > 10
+
+
+# Updates as early as they can be
+
+
+def backward(sketch: Sketch, weights: list[int]) -> list[int]:
+    """A forward op and a backward op for each weight (in reverse), with a loss between; their gradients."""
+    value = sketch.op(size=10)
+    values = [value]
+    for weight in weights:
+        values.append(sketch.op(values[-1], weight, size=10))
+    cotangent = sketch.op(values[-1], size=10, kind=Kind.REDUCTION)
+    gradients = []
+    for index in range(len(weights) - 1, -1, -1):
+        size = sketch.sizes[weights[index]]
+        cotangent, gradient = sketch.ops_of(cotangent, values[index], weights[index], sizes=(10, size))
+        gradients.insert(0, gradient)
+    return gradients
+
+
+def names_in_order(graph: Graph, names: dict[int, str]) -> list[str]:
+    """Names of values, in the order in which `early_order` makes them; other ops by a dot."""
+    return [names.get(graph.ops[op].outputs[0], ".") for op in early_order(graph)]
+
+
+def test_sgd_with_momentum_updates_each_weight_right_after_its_gradient() -> None:
+    sketch = Sketch()
+    weights = [sketch.input(40), sketch.input(40)]
+    moments = [sketch.input(40), sketch.input(40)]
+    gradients = backward(sketch, weights)
+    names = {}
+    # As optax writes it: all decays, all moments, all weights.
+    decayed = [sketch.elementwise(moment, size=40) for moment in moments]
+    traces = [sketch.elementwise(gradient, d, size=40) for gradient, d in zip(gradients, decayed, strict=True)]
+    news = [sketch.elementwise(weight, trace, size=40) for weight, trace in zip(weights, traces, strict=True)]
+    for index in (0, 1):
+        names |= {decayed[index]: f"decay{index}", traces[index]: f"moment{index}", news[index]: f"weight{index}"}
+    donated = dict(zip([*weights, *moments], [*news, *traces], strict=True))
+    graph = sketch.graph(*news, *traces, donated=donated)
+    # Start, two layers, the loss, the backward of layer 1 …
+    after_1 = ["decay1", "moment1", "weight1"]
+    assert names_in_order(graph, names) == [*"....", ".", *after_1, ".", "decay0", "moment0", "weight0"]
+    early = simulate(graph, derive(graph, Choice(), early_order(graph)))
+    assert early.peak < simulate(graph, save_everything(graph)).peak
+
+
+def test_the_scalars_that_adams_updates_share_stand_before_the_first_of_them() -> None:
+    sketch = Sketch()
+    count = sketch.input(1)
+    weights = [sketch.input(4), sketch.input(4)]
+    means = [sketch.input(4), sketch.input(4)]
+    gradients = backward(sketch, weights)
+    new_count = sketch.elementwise(count, size=1)
+    correction = sketch.elementwise(new_count, size=1)
+    decayed = [sketch.elementwise(mean, size=4) for mean in means]
+    new_means = [sketch.elementwise(d, gradient, size=4) for d, gradient in zip(decayed, gradients, strict=True)]
+    unbiased = [sketch.elementwise(mean, correction, size=4) for mean in new_means]
+    news = [sketch.elementwise(weight, step, size=4) for weight, step in zip(weights, unbiased, strict=True)]
+    donated = dict(zip([count, *weights, *means], [new_count, *news, *new_means], strict=True))
+    graph = sketch.graph(new_count, *news, *new_means, donated=donated)
+    names = {new_count: "count", correction: "correction"}
+    for index in (0, 1):
+        names |= {decayed[index]: f"decay{index}", new_means[index]: f"mean{index}"}
+        names |= {unbiased[index]: f"step{index}", news[index]: f"weight{index}"}
+    order = names_in_order(graph, names)
+    # The count depends on no gradient and may stand anywhere before the correction.
+    order.remove("count")
+    group = ["decay{}", "mean{}", "step{}", "weight{}"]
+    first, second = ([name.format(index) for name in group] for index in (1, 0))
+    assert order in (
+        [*".....", "correction", *first, ".", *second],
+        [*".....", "decay1", "mean1", "correction", "step1", "weight1", ".", *second],
+    )
+
+
+def clipped_steps() -> tuple[Graph, int]:
+    """SGD under a global-norm clip, with the norm's op."""
+    sketch = Sketch()
+    weights = [sketch.input(4), sketch.input(4)]
+    gradients = backward(sketch, weights)
+    squares = [sketch.op(gradient, size=1, kind=Kind.REDUCTION) for gradient in gradients]
+    norm = sketch.elementwise(*squares, size=1)
+    clipped = [sketch.elementwise(gradient, norm, size=4) for gradient in gradients]
+    news = [sketch.elementwise(weight, gradient, size=4) for weight, gradient in zip(weights, clipped, strict=True)]
+    graph = sketch.graph(*news, donated=dict(zip(weights, news, strict=True)))
+    return graph, graph.producer[squares[-1]]
+
+
+def test_under_a_global_norm_clip_no_update_runs_before_the_last_gradient_is_squared() -> None:
+    graph, last_square = clipped_steps()
+    order = early_order(graph)
+    assert order[: last_square + 1] == tuple(range(last_square + 1))
+
+
+def test_an_update_waits_for_the_last_reader_of_what_it_overwrites() -> None:
+    sketch = Sketch()
+    tied = sketch.input(4)
+    gradient = sketch.op(size=4)
+    reader = sketch.op(tied, size=1)
+    later = sketch.op(reader, size=1)
+    new = sketch.elementwise(tied, gradient, size=4)
+    donated = sketch.graph(new, later, donated={tied: new})
+    kept = sketch.graph(new, later)
+    assert early_order(donated) == (0, 1, 3, 2)
+    assert early_order(kept) == (0, 3, 1, 2)  # nothing to overwrite, nothing to wait for
+
+
+def test_an_update_with_random_numbers_or_effects_stays_where_it_is() -> None:
+    sketch = Sketch()
+    weight = sketch.input(4)
+    gradient = sketch.op(size=4)
+    later = sketch.op(size=1)
+    noisy = sketch.op(weight, gradient, size=4, kind=Kind.ELEMENTWISE, repeatable=False)
+    assert early_order(sketch.graph(noisy, later)) == (0, 1, 2)
+
+
+@given(training_graphs())
+def test_the_early_order_is_topological(graph: Graph) -> None:
+    order = early_order(graph)
+    assert sorted(order) == list(range(len(graph.ops)))
+    made = set(graph.inputs)
+    for op in order:
+        assert made.issuperset(graph.ops[op].inputs)
+        made.update(graph.ops[op].outputs)
+
+
+@given(training_graphs())
+def test_all_but_elementwise_work_on_results_keeps_its_order(graph: Graph) -> None:
+    def leads_to_outputs_only(op: int) -> bool:
+        users = [user for value in graph.ops[op].outputs for user in graph.users[value]]
+        return graph.ops[op].kind is Kind.ELEMENTWISE and all(map(leads_to_outputs_only, users))
+
+    kept = [op for op in early_order(graph) if not leads_to_outputs_only(op)]
+    assert kept == sorted(kept)
