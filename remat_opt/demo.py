@@ -222,7 +222,8 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "parameters": outcome.parameters,
         "plan": {
             "predicted": dataclasses.asdict(predicted),
-            "saved_tensors": len(explanation.plan.saved),
+            "saved_tensors": len(explanation.held),
+            "saved_bytes": explanation.held_bytes,
             "recomputed_segments": len(explanation.segments),
             "target": explanation.plan.target,
             "solver": explanation.plan.solver,

@@ -9,7 +9,7 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from remat_opt.demo import BY_HAND, OPTIMISED, PLAIN, Difference, Outcome, Variant, time_ratio
+from remat_opt.demo import BARRIERS_KEPT, BY_HAND, OPTIMISED, PLAIN, Difference, Outcome, Variant, time_ratio
 from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 
 COLUMNS = (PLAIN, OPTIMISED, BY_HAND)
@@ -64,9 +64,10 @@ def _memory(outcome: Outcome) -> Table:
     table.add_row("  without donating the state", *_with_bytes([found and found.temp_bytes for found in undonated]))
     table.add_row("physical peak, with the state", *_with_bytes(peak))
     table.add_row("  against plain", NOTHING, *(format_change(found, peak[0]) for found in peak[1:]))
-    saved = "all" if plan.is_plain else f"{len(plan.saved)}"
-    table.add_row("saved tensors", "all", saved, NOTHING)
-    table.add_row("  their bytes", NOTHING, NOTHING if plan.is_plain else format_bytes(predicted.saved_bytes), NOTHING)
+    explanation = outcome.explanation
+    saved = ("all", NOTHING) if plan.is_plain else (str(len(explanation.held)), format_bytes(explanation.held_bytes))
+    table.add_row("saved tensors", "all", saved[0], NOTHING)
+    table.add_row("  their bytes", NOTHING, saved[1], NOTHING)
     table.add_row(
         "extra FLOPs, by the plan",
         NOTHING,
@@ -122,5 +123,14 @@ def _sentences(outcome: Outcome) -> list[str]:
     return [
         "",
         f"remat_opt.optimize: {temp} temporary memory, {peak} physical peak. After {steps} {state}.",
+        *_how_compiled(),
         f"The demo took {format_seconds(outcome.seconds)}.",
     ]
+
+
+def _how_compiled() -> list[str]:
+    """What has to be known of the options that the variants were compiled with."""
+    if jax.default_backend() != "cpu":
+        return []
+    options = ", ".join(f"{name}={setting}" for name, setting in BARRIERS_KEPT.items())
+    return [f"{BY_HAND} was compiled with its barriers kept ({options})."]

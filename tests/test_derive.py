@@ -67,10 +67,16 @@ def test_segments_behind_the_turning_point_are_not_made_again() -> None:
     assert schedule_of(CHAIN, choice).runs == (Run(tuple(range(7))), again(0), Run((7, 8)))
 
 
-def test_a_segment_that_needs_an_unsaved_value_of_another_has_that_made_again_too() -> None:
-    # Nothing is saved at the cut: for op 2 again, ops 0 and 1 run again, too. They are held for their own backward.
+def test_what_a_segment_needs_of_another_is_made_with_it_but_not_held_for_the_other() -> None:
+    # Nothing is saved at the cut: for op 2 again, ops 0 and 1 run again, too, and once more when their own turn comes.
     choice = Choice(frozenset({5}), turning_points=(5,), cuts=(2,))
-    assert schedule_of(CHAIN, choice).runs == (Run((0, 1, 2, 3, 4)), again(0, 1, 2, 3), Run((5, 6, 7, 8)))
+    assert schedule_of(CHAIN, choice).runs == (
+        Run((0, 1, 2, 3, 4)),
+        again(0, 1, 2, 3),
+        Run((5,)),
+        again(0, 1),
+        Run((6, 7, 8)),
+    )
 
 
 def test_each_turning_point_forgets_again() -> None:
@@ -82,6 +88,14 @@ def test_each_turning_point_forgets_again() -> None:
         again(0, 1),  # made again behind the first turning point, forgotten at the second
         Run((7, 8)),
     )
+
+
+def test_what_the_step_returns_is_there_and_not_made_again() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=1)
+    b = sketch.op(a, size=1)
+    graph = sketch.graph(sketch.op(a, b, size=1), b)
+    assert schedule_of(graph, Choice(turning_points=(2,))).runs == (Run((0, 1)), again(0), Run((2,)))
 
 
 def test_results_of_an_op_that_may_not_run_twice_are_kept() -> None:
@@ -141,7 +155,7 @@ def test_every_read_is_of_a_value_that_was_made_before(drawn: tuple[Graph, Choic
 def test_what_is_not_saved_is_never_read_across_a_turning_point(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
     kept = {*graph.inputs, *choice.saved, *(v for op in graph.ops if not op.repeatable for v in op.outputs)}
-    kept.update(graph.outputs)  # the caller gets them in any case
+    kept.update(graph.outputs)  # there in any case
     epoch_of: dict[int, int] = {}
     for op, epoch, _ in moments(graph, choice, early_order(graph)):
         for value in graph.ops[op].inputs:
@@ -153,13 +167,14 @@ def test_what_is_not_saved_is_never_read_across_a_turning_point(drawn: tuple[Gra
 def test_a_repeat_makes_something_that_is_read_and_was_forgotten(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
     trace = moments(graph, choice, early_order(graph))
-    last_made: dict[int, int] = {}  # epoch
+    first_made: dict[int, int] = {}  # epoch
     for at, (op, epoch, repeat) in enumerate(trace):
         if repeat:
-            wanted = [v for v in graph.ops[op].outputs if v not in choice.saved and last_made[v] < epoch]
-            assert wanted, f"op {op} repeats what is there"
+            assert first_made[op] < epoch, f"op {op} repeats what was not forgotten"
+            wanted = [v for v in graph.ops[op].outputs if v not in choice.saved and v not in graph.outputs]
             assert any(is_read_before_made_again(graph, trace, v, at) for v in wanted), f"nobody wants op {op} again"
-        last_made.update(dict.fromkeys(graph.ops[op].outputs, epoch))
+        else:
+            first_made[op] = epoch
 
 
 def is_read_before_made_again(graph: Graph, trace: list[tuple[int, int, bool]], value: int, at: int) -> bool:

@@ -11,6 +11,7 @@ import numpy as np
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.cost import Rates, roofline
+from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
@@ -43,19 +44,20 @@ _MOVES = _named("broadcast_in_dim concatenate copy iota name pad reshape rev sli
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bridge:
-    """A graph with the way back.
+    """A fused graph with the way back.
 
     Attributes:
         graph: the integers.
         program: the equations.
-        equation_of: for each op the equation it stands for.
-        constant_equations: equations that depend on no input, by the value they make; not among the ops.
+        equation_of: for each op the equation whose results it stores.
+        on_demand: equations that no op stands for, by the value they make: constants, which depend on no input, and
+            virtual values. They are evaluated afresh in each run that reads them.
     """
 
     graph: Graph
     program: Program
     equation_of: tuple[int, ...]
-    constant_equations: dict[int, int]
+    on_demand: dict[int, int]
 
 
 def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bridge:
@@ -75,7 +77,7 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
             continue
         ops.append(_op(program, equation, rates, constant_equations))
         equation_of.append(index)
-    graph = Graph(
+    unfused = Graph(
         sizes=tuple(bytes_of(aval) for aval in program.avals),
         ops=tuple(ops),
         inputs=(*program.inputs, *(value for value, _ in program.constants)),
@@ -85,7 +87,11 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
         aliases=_aliases(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    return Bridge(graph, program, tuple(equation_of), constant_equations)
+    fusion = fuse(unfused)
+    virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
+    return Bridge(
+        fusion.graph, program, tuple(equation_of[op] for op in fusion.op_of), {**constant_equations, **virtual}
+    )
 
 
 def _is_constant(equation: Equation, known: dict[int, int]) -> bool:

@@ -7,15 +7,19 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
 2. The elementwise values between are *virtual*: they are computed again wherever they are read, and keep alive the
    buffers they are computed from, their *sources*.
 3. A virtual value is a buffer after all where fusing it would move more bytes than storing it. With c readers and
-   sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler's fusion
-   weighs the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
+   sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
+   the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
 
-A value that a barrier covers is a buffer from there on (see `liveness.py`).
+`fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the virtual
+values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever a kernel
+reads them, so that none is ever carried across a barrier.
 """
 
 from __future__ import annotations
 
-from remat_opt.graph.graph import Graph, Kind
+import dataclasses
+
+from remat_opt.graph.graph import Graph, Kind, Op
 
 MOST_SOURCES = 16
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
@@ -23,11 +27,13 @@ _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
 
 def materialised(graph: Graph) -> list[bool]:
     """For each value, whether it is a buffer in the program as it was written."""
-    stored = [False] * len(graph.sizes)
+    stored = [graph.fused] * len(graph.sizes)
+    if graph.fused:
+        return stored
     for value in (*graph.inputs, *graph.outputs):
         stored[value] = True
     for op in graph.ops:
-        if op.kind is not Kind.ELEMENTWISE:
+        if op.kind is not Kind.ELEMENTWISE or not op.repeatable:
             for value in op.outputs:
                 stored[value] = True
         if op.kind in _STORED_OPERANDS:
@@ -52,3 +58,39 @@ def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool]) -> None:
                 stored[value] = True
             else:
                 sources[value] = read
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Fusion:
+    """A fused graph with the way back.
+
+    Attributes:
+        graph: kernels and buffers; values keep their numbers, virtual ones are read and made by nobody.
+        op_of: for each kernel the op of the original graph whose results are buffers.
+        virtual: for each virtual value the op of the original graph that makes it.
+    """
+
+    graph: Graph
+    op_of: tuple[int, ...]
+    virtual: dict[int, int]
+
+
+def fuse(graph: Graph) -> Fusion:
+    """Merge virtual values into the kernels that read them."""
+    stored = materialised(graph)
+    sources: dict[int, tuple[int, ...]] = {}
+    chains: dict[int, tuple[int, ...]] = {}  # for a virtual value the ops that make it from its sources
+    virtual: dict[int, int] = {}
+    kernels: list[Op] = []
+    op_of: list[int] = []
+    for index, op in enumerate(graph.ops):
+        inputs = tuple(dict.fromkeys(v for value in op.inputs for v in sources.get(value, (value,))))
+        chain = tuple(dict.fromkeys(o for value in op.inputs for o in chains.get(value, ())))
+        if op.outputs and not any(stored[value] for value in op.outputs):
+            for value in op.outputs:
+                sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
+            continue
+        kernels.append(dataclasses.replace(op, inputs=inputs, flops=op.flops + sum(graph.ops[o].flops for o in chain)))
+        op_of.append(index)
+    fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
+    return Fusion(fused, tuple(op_of), virtual)

@@ -55,7 +55,7 @@ class Graph:
         outputs: values that the step returns.
         aliases: (input, output) pairs that share one buffer, because the input was donated.
         constants: values that depend on no input; they are made afresh wherever they are read and cost no memory.
-        weights: inputs that are read by contractions, if they are known to be weights.
+        fused: whether elementwise work has been merged into its readers (`fusion.fuse`), so that all values are buffers.
     """
 
     sizes: tuple[int, ...]
@@ -64,6 +64,7 @@ class Graph:
     outputs: tuple[int, ...] = ()
     aliases: tuple[tuple[int, int], ...] = ()
     constants: frozenset[int] = frozenset()
+    fused: bool = False
 
     def __post_init__(self):
         check(self)

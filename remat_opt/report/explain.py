@@ -12,7 +12,7 @@ from remat_opt.graph.liveness import Liveness, simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.plan import Plan
 from remat_opt.report.curves import Curve, curve_of
-from remat_opt.report.saved import Group, saved_groups
+from remat_opt.report.saved import Group, held_values, saved_groups
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +57,19 @@ class Explanation:
         return self.before if self.plan.is_plain else curve_of(self.graph, self.plan.schedule, self.rewritten)
 
     @functools.cached_property
-    def saved(self) -> list[Group]:
-        """The saved tensors in groups, those with the most bytes first."""
-        return saved_groups(self.plan, self.graph, self.names)
+    def held(self) -> Mapping[int, str]:
+        """Names of the saved tensors that are in memory when something is recomputed; the others cost nothing."""
+        return {value: self.names[value] for value in held_values(self.plan, self.rewritten, self.names)}
+
+    @functools.cached_property
+    def held_bytes(self) -> int:
+        """Bytes of all tensors in `held`."""
+        return sum(self.graph.sizes[value] for value in self.held)
+
+    @functools.cached_property
+    def groups(self) -> list[Group]:
+        """The tensors in `held` in groups of similar ones, those with the most bytes first."""
+        return saved_groups(self.plan, self.graph, self.held)
 
     @functools.cached_property
     def segments(self) -> list[int]:

@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 
 from remat_opt.graph.graph import Graph, Kind
+from remat_opt.graph.liveness import Liveness
 from remat_opt.plan import Plan
 
 _NUMBER = re.compile(r"\d+")
@@ -18,10 +19,10 @@ class Reason(enum.Enum):
     """Why a tensor is saved; the value is the sentence that reports print."""
 
     CROSSES_A_CUT = "crossing a cut: read again when a later segment is recomputed"
-    DEAR = "dear to recompute: results of products, convolutions and the like inside a segment"
-    READ_AT_THE_END = "read behind the last cut, by the part of the step that runs only once"
+    DEAR = "dear to recompute: results of products, convolutions and the like inside a recomputed segment"
+    INSIDE = "from inside a recomputed segment, kept rather than made again"
+    NOT_RECOMPUTED = "from parts of the step that are not recomputed, for their own backward"
     NOT_REPEATABLE = "made by an operation that must not run twice"
-    INSIDE = "made inside a segment and read later: kept rather than made again"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,30 @@ class Group:
         return self.count * self.size
 
 
+def held_values(plan: Plan, liveness: Liveness, values: Iterable[int]) -> list[int]:
+    """Those of the saved values that are in memory when a recomputed run begins.
+
+    The others cost nothing: they are fused into their readers, returned by the step, or read for the last time before
+    anything is recomputed.
+    """
+    begins = []
+    position = 0
+    for run in plan.schedule.runs:
+        if run.recomputed:
+            begins.append(position)
+        position += len(run.ops) + run.recomputed
+    wanted = set(values)
+    held = set()
+    for buffer in liveness.buffers:
+        if buffer.value in wanted and buffer.size:
+            following = bisect.bisect_left(begins, buffer.birth)
+            if following < len(begins) and begins[following] <= buffer.death:
+                held.add(buffer.value)
+    return sorted(held)
+
+
 def saved_groups(plan: Plan, graph: Graph, names: Mapping[int, str]) -> list[Group]:
-    """The saved tensors in groups, those with the most bytes first."""
+    """Saved tensors, given with their names, in groups, those with the most bytes first."""
     reasons = reasons_of(plan, graph, names)
     together: dict[tuple[str, int, Reason], list[int]] = {}
     for value in sorted(names):
@@ -69,6 +92,7 @@ def reasons_of(plan: Plan, graph: Graph, values: Iterable[int]) -> dict[int, Rea
     cuts = sorted({*plan.choice.cuts, *plan.choice.turning_points})
     segment = {op: bisect.bisect_right(cuts, at) for op, at in position.items()}
     again = frozenset(plan.schedule.recomputed)
+    recomputed_segments = {segment[op] for op in again}
 
     def reason(value: int) -> Reason:
         maker = graph.producer[value]
@@ -77,10 +101,9 @@ def reasons_of(plan: Plan, graph: Graph, values: Iterable[int]) -> dict[int, Rea
         made_in = segment.get(maker, -1)
         if any(user in again and segment[user] > made_in for user in graph.users[value]):
             return Reason.CROSSES_A_CUT
-        if maker >= 0 and graph.ops[maker].kind in (Kind.CONTRACTION, Kind.OPAQUE):
-            return Reason.DEAR
-        read_in_segment = any(user in again for user in graph.users[value])
-        return Reason.INSIDE if read_in_segment else Reason.READ_AT_THE_END
+        if made_in not in recomputed_segments:
+            return Reason.NOT_RECOMPUTED
+        return Reason.DEAR if graph.ops[maker].kind in (Kind.CONTRACTION, Kind.OPAQUE) else Reason.INSIDE
 
     return {value: reason(value) for value in values}
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import textwrap
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
 
 from remat_opt.report.curves import Curve, draw
 from remat_opt.report.saved import Group, Reason
@@ -11,6 +12,7 @@ from remat_opt.report.units import format_bytes, format_change, format_count, fo
 
 if TYPE_CHECKING:
     from remat_opt.report.explain import Explanation
+    from remat_opt.targets.figures import Figures
 
 WIDTH = 88
 CURVE_WIDTH = 72
@@ -42,7 +44,7 @@ def _heading(explanation: Explanation) -> list[str]:
 def _budget(budget: int | float | str) -> str:
     if isinstance(budget, float):
         return f"{budget:g} of the plain step's temporary memory"
-    return format_bytes(budget) if isinstance(budget, int) else repr(budget)
+    return format_bytes(budget) if isinstance(budget, int) else f'"{budget}"'
 
 
 def _summary(explanation: Explanation) -> list[str]:
@@ -58,8 +60,8 @@ def _summary(explanation: Explanation) -> list[str]:
     updates = "; updates of the optimizer run as soon as they can" if first_runs != sorted(first_runs) else ""
     segments = format_count(len(explanation.segments), "segment")
     text = (
-        f"{format_count(len(explanation.names), 'tensor')} ({format_bytes(predicted.saved_bytes)}) "
-        f"{'is' if len(explanation.names) == 1 else 'are'} saved, and what else the backward pass reads is computed "
+        f"{format_count(len(explanation.held), 'tensor')} ({format_bytes(explanation.held_bytes)}) "
+        f"{'is' if len(explanation.held) == 1 else 'are'} saved, and what else the backward pass reads is computed "
         f"again in {segments}, each when its gradients are due{updates}. The predicted peak of temporary memory goes "
         f"from {format_bytes(predicted.plain_peak_bytes)} to {format_bytes(predicted.peak_bytes)} "
         f"({format_change(predicted.peak_bytes, predicted.plain_peak_bytes)}) for "
@@ -69,43 +71,61 @@ def _summary(explanation: Explanation) -> list[str]:
 
 
 def _percent(part: float, whole: float) -> str:
-    return f"{100 * part / whole:.3g} %" if whole else "0 %"
+    percent = 100 * part / whole if whole else 0.0
+    return "<0.1 %" if 0 < percent < 0.05 else f"{percent:.1f} %"
 
 
 # Figures
 
 
+class _Quantity(NamedTuple):
+    """A quantity before and after (None: not known), and what writes it with its unit."""
+
+    label: str
+    write: Callable[[float], str]
+    before: float | None
+    after: float | None
+
+    def as_row(self, alone: bool) -> str:
+        """One line, with the change; `alone` leaves out all but the first figure."""
+        first, second = ("–" if amount is None else self.write(amount) for amount in (self.before, self.after))
+        if alone:
+            return _row(self.label, first, "", "")
+        known = self.before is not None and self.after is not None
+        return _row(self.label, first, second, format_change(self.after or 0, self.before or 0) if known else "")
+
+
 def _figures(explanation: Explanation) -> list[str]:
     plan, predicted = explanation.plan, explanation.plan.predicted
-    lines = [_row("", "before", "after", "")]
-    lines.append(_bytes_row("temporary memory, predicted peak", predicted.plain_peak_bytes, predicted.peak_bytes))
-    if not plan.is_plain and explanation.plain.peak < 0.99 * predicted.plain_peak_bytes:
-        lines.append(_bytes_row("  … with everything saved, updates early", None, explanation.plain.peak))
     before, after = plan.plain_measured, plan.measured
+    peaks = (predicted.plain_peak_bytes, predicted.peak_bytes)
+    flops = (predicted.flops, predicted.flops + predicted.extra_flops)
+    seconds = (predicted.seconds, predicted.seconds + predicted.extra_seconds)
+    quantities = [_Quantity("temporary memory, predicted peak", format_bytes, *peaks)]
+    if not plan.is_plain and explanation.plain.peak < 0.99 * predicted.plain_peak_bytes:
+        label = "  … with everything saved, updates early"
+        quantities.append(_Quantity(label, format_bytes, None, explanation.plain.peak))
+    if plan.is_plain:
+        before = before or after
     if before or after:
-        for label, name in (("temp_bytes", "temporary memory"), ("physical_peak_bytes", "physical peak")):
-            found = [figures and getattr(figures, label) for figures in (before, after)]
-            lines.append(_bytes_row(f"{name}, compiled", *found))
-    whole = predicted.flops + predicted.extra_flops
-    lines.append(
-        _row("FLOPs", format_flops(predicted.flops), format_flops(whole), format_change(whole, predicted.flops))
-    )
-    seconds = predicted.seconds + predicted.extra_seconds
-    change = format_change(seconds, predicted.seconds)
-    lines.append(
-        _row("time, estimated by roofline", format_seconds(predicted.seconds), format_seconds(seconds), change)
-    )
+        temp = [figures and figures.temp_bytes for figures in (before, after)]
+        physical = [figures and figures.physical_peak_bytes for figures in (before, after)]
+        quantities.append(_Quantity("temporary memory, compiled", format_bytes, *temp))
+        quantities.append(_Quantity("physical peak, compiled", format_bytes, *physical))
+    quantities.append(_Quantity("FLOPs", format_flops, *flops))
+    quantities.append(_Quantity("time, estimated by roofline", format_seconds, *seconds))
+    heads = ("as given", "", "") if plan.is_plain else ("before", "after", "")
+    rows = [quantity.as_row(alone=plan.is_plain) for quantity in quantities]
+    return [_row("", *heads), *rows, *_how_measured(before, after)]
+
+
+def _how_measured(before: Figures | None, after: Figures | None) -> list[str]:
     compiled = after or before
     if compiled is None:
-        lines.append("Not compiled while planning: the figures are predicted.")
-    elif not compiled.autotuned:
-        lines.append(f"Compiled for an absent {compiled.target}: without autotuning and its scratch memory.")
-    return lines
-
-
-def _bytes_row(label: str, before: int | None, after: int | None) -> str:
-    change = format_change(after, before) if before is not None and after is not None else ""
-    return _row(label, *("–" if count is None else format_bytes(count) for count in (before, after)), change)
+        return ["Not compiled while planning: the figures are predicted."]
+    if not compiled.autotuned:
+        return [f"Compiled for an absent {compiled.target}: without autotuning and its scratch memory."]
+    return []
 
 
 def _row(label: str, before: str, after: str, change: str) -> str:
@@ -116,31 +136,45 @@ def _row(label: str, before: str, after: str, change: str) -> str:
 
 
 def _saved(explanation: Explanation) -> list[str]:
-    there = [buffer for buffer in explanation.plain.at(explanation.plain.peak_position) if buffer.size]
+    there = explanation.plain.at(explanation.plain.peak_position)
     lines = [
-        f"Saved: {format_count(len(explanation.names), 'tensor')}, "
-        f"{format_bytes(explanation.plan.predicted.saved_bytes)}   (with everything saved {len(there)} are live at the "
-        f"peak, {format_bytes(explanation.plain.peak)})"
+        f"Saved: {format_count(len(explanation.held), 'tensor')}, {format_bytes(explanation.held_bytes)}   "
+        f"(with everything saved {len(there)} are live at the peak, {format_bytes(explanation.plain.peak)})"
     ]
     for reason in Reason:
-        groups = [group for group in explanation.saved if group.reason is reason]
+        groups = [group for group in explanation.groups if group.reason is reason]
         if groups:
             lines.extend(_saved_for(reason, groups))
+    rest = len(explanation.names) - len(explanation.held)
+    if rest:
+        lines.append(
+            f"  {rest} more that the plan names cost nothing: fused into their readers, returned by the step, or"
+        )
+        lines.append("    done with before anything is recomputed")
     return lines
 
 
 def _saved_for(reason: Reason, groups: list[Group]) -> list[str]:
     count, total = sum(group.count for group in groups), sum(group.total for group in groups)
-    lines = textwrap.wrap(f"{count} ({format_bytes(total)}) {reason.value}", WIDTH, initial_indent="  ")
+    lines = textwrap.wrap(
+        f"{count} ({format_bytes(total)}) {reason.value}", WIDTH, initial_indent="  ", subsequent_indent="    "
+    )
     for group in groups[:MOST_GROUPS]:
         spared = f"   spares {format_flops(group.flops)}" if reason is Reason.DEAR and group.flops else ""
         times = f"{group.count} ×" if group.count > 1 else ""
-        lines.append(f"    {times:>5}{format_bytes(group.size):>11}  {group.name}{spared}")
+        lines.extend(_named(f"    {times:>5}{format_bytes(group.size):>11}  ", group.name, spared))
     rest = groups[MOST_GROUPS:]
     if rest:
         tensors = format_count(sum(group.count for group in rest), "smaller tensor")
         lines.append(f"    {'…':>5}{format_bytes(sum(group.total for group in rest)):>11}  in {tensors}")
     return lines
+
+
+def _named(begin: str, name: str, end: str) -> list[str]:
+    """One line, or two where a name is long; a name is never cut, so that it can be found in the plan."""
+    if len(begin + name + end) <= WIDTH:
+        return [begin + name + end]
+    return [begin + name, *([f"{'':{len(begin)}}{end.strip()}"] if end else [])]
 
 
 def _recomputed(explanation: Explanation) -> list[str]:
@@ -150,7 +184,7 @@ def _recomputed(explanation: Explanation) -> list[str]:
         f"{format_flops(predicted.extra_flops)}, {_percent(predicted.extra_flops, predicted.flops)} of the step's"
     ]
     for total in explanation.repeated[:MOST_PRIMITIVES]:
-        share = _percent(round(total.seconds, 12), predicted.extra_seconds)
+        share = _percent(total.seconds, predicted.extra_seconds)
         flops = format_flops(total.flops) if total.flops else ""
         lines.append(f"    {total.count:>5} × {total.primitive:<28}{flops:>14}   {share:>7} of the extra time")
     rest = explanation.repeated[MOST_PRIMITIVES:]
@@ -171,7 +205,7 @@ def _span(sizes: list[int]) -> str:
 def _curves(explanation: Explanation) -> list[str]:
     before, after = explanation.before, explanation.after
     top, seconds = max(before.peak, after.peak), max(before.seconds, after.seconds)
-    lines = ["Live memory over the step (predicted temporary memory over estimated time; ▼ is the peak)"]
+    lines = ["Live memory over the step (temporary memory, predicted; estimated time; ▼ is the peak)"]
     if explanation.plan.is_plain:
         return [*lines, *_curve("as given", before, seconds, top)]
     lines += _curve("before", before, seconds, top)

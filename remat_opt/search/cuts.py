@@ -59,21 +59,22 @@ class Cuts:
 
 
 def _low_positions(crossing_bytes: np.ndarray, most: int) -> list[int]:
-    """At most `most` positions (from 1) where fewer bytes cross than anywhere near, the last of each plateau.
+    """At most `most` positions (from 1) where no fewer bytes cross anywhere near.
 
-    "Near" begins with the neighbours and is widened until few enough positions are left, so that they stay spread over
-    the whole step whatever its parts' sizes.
+    "Near" begins with the position alone and is widened until few enough are left, so that they stay spread over the
+    whole step whatever its parts' sizes. Among equal neighbours one in each stretch of that width is taken.
     """
-    reach = 1
+    reach = 0
     while True:
         padded = np.pad(crossing_bytes.astype(np.float64), reach, constant_values=np.inf)
         windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
-        lowest = windows.min(axis=1) == crossing_bytes
-        last_of_plateau = windows[:, reach + 1 :].min(axis=1) > crossing_bytes
-        lows = np.flatnonzero(lowest & last_of_plateau)
-        if len(lows) <= most:
-            return [int(index) + 1 for index in lows]
-        reach *= 2
+        chosen: list[int] = []
+        for index in np.flatnonzero(windows.min(axis=1, initial=np.inf) == crossing_bytes):
+            if not chosen or index - chosen[-1] > reach:
+                chosen.append(int(index))
+        if len(chosen) <= most:
+            return [index + 1 for index in chosen]
+        reach = 2 * reach or 1
 
 
 class SegmentCosts:

@@ -17,7 +17,7 @@ from remat_opt.graph.build import Bridge
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant
+from remat_opt.program.inline import Constant, Equation
 
 
 def write(bridge: Bridge, schedule: Schedule, saved_names: dict[int, str], arguments: Sequence[Any]) -> list[Any]:
@@ -52,42 +52,51 @@ class _Writer:
                 self.evaluate(stage.run.ops, self.environment, first_run=True)
             else:
                 self.recompute(stage.run.ops, stage.crossing)
-        constants: dict[int, Any] = {}
-        return [self.read(atom, self.environment, constants) for atom in self.program.outputs]
+        on_demand: dict[int, Any] = {}
+        return [self.read(atom, self.environment, on_demand) for atom in self.program.outputs]
 
     def evaluate(self, ops: Sequence[int], environment: dict[int, Any], *, first_run: bool) -> None:
-        constants: dict[int, Any] = {}  # made afresh in each run: none is ever carried from one to another
+        on_demand: dict[int, Any] = {}  # made afresh in each run: none is ever carried from one to another
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
             if first_run and op in self.guards:
                 together = self.guards[op]
                 behind = lax.optimization_barrier([environment[value] for value in together])
                 environment.update(zip(together, behind, strict=True))
-            self.evaluate_equation(equation, environment, constants)
+            environment.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
             if first_run:
-                for value in equation.outputs:
-                    if value in self.saved_names:
-                        name = self.saved_names[value]
-                        environment[value] = compat.name_p.bind(environment[value], name=name)
+                for value in self.saved_names.keys() & set(equation.outputs):
+                    environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
-    def evaluate_equation(self, equation: Any, environment: dict[int, Any], constants: dict[int, Any]) -> None:
-        inputs = [self.read(atom, environment, constants) for atom in equation.inputs]
+    def bind(self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any]) -> list[Any]:
+        inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
         with compat.equation_context(equation.source_info, equation.context):
-            outputs = compat.bind_equation(equation.primitive, equation.params, inputs)
-        target = (
-            constants if equation.outputs and equation.outputs[0] in self.bridge.constant_equations else environment
-        )
-        target.update(zip(equation.outputs, outputs, strict=True))
+            return compat.bind_equation(equation.primitive, equation.params, inputs)
 
-    def read(self, atom: int | Constant, environment: dict[int, Any], constants: dict[int, Any]) -> Any:
+    def read(self, atom: int | Constant, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:
         if isinstance(atom, Constant):
             return atom.value
-        if atom not in self.bridge.constant_equations:
+        if atom not in self.bridge.on_demand:
             return environment[atom]
-        if atom not in constants:
-            equation = self.program.equations[self.bridge.constant_equations[atom]]
-            self.evaluate_equation(equation, environment, constants)
-        return constants[atom]
+        if atom not in on_demand:
+            self.make_on_demand(atom, environment, on_demand)
+        return on_demand[atom]
+
+    def make_on_demand(self, wanted: int, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        """Evaluate a constant or virtual value and all it needs; without recursion, since chains may be long."""
+        stack = [wanted]
+        while stack:
+            equation = self.program.equations[self.bridge.on_demand[stack[-1]]]
+            missing = [
+                atom
+                for atom in equation.inputs
+                if not isinstance(atom, Constant) and atom in self.bridge.on_demand and atom not in on_demand
+            ]
+            if missing:
+                stack.extend(missing)
+                continue
+            on_demand.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
+            stack.pop()
 
     def recompute(self, ops: Sequence[int], crossing: Crossing) -> None:
         covered = crossing.covered

@@ -1,0 +1,290 @@
+"""What `explain` says and draws: true figures, true reasons, readable on a terminal."""
+
+import ast
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from random_graphs import Sketch
+from training_steps import STEPS
+
+import remat_opt
+from remat_opt.graph.derive import Choice, derive
+from remat_opt.graph.graph import Graph
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
+from remat_opt.plan import Plan, Prediction
+from remat_opt.report.curves import curve_of, draw
+from remat_opt.report.explain import Explanation, explain
+from remat_opt.report.saved import Reason, join_names, reasons_of
+from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
+
+PACKAGE = Path(remat_opt.__file__).parent
+WIDEST = 100  # columns
+
+
+# Units
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 bytes"), (512, "512 bytes"), (2048, "2.0 kB"), (262_144, "0.3 MB"), (84_594_592, "84.6 MB")],
+)
+def test_bytes_are_decimal(count: int, text: str) -> None:
+    assert format_bytes(count) == text
+
+
+def test_large_sizes_stay_comparable_in_mb_up_to_10_gb() -> None:
+    assert format_bytes(5_930_000_000) == "5,930.0 MB"
+    assert format_bytes(80e9) == "80.0 GB"
+
+
+def test_flops_and_seconds_have_their_units() -> None:
+    assert [format_flops(x) for x in (12, 60.4e9, 3e12)] == ["12 FLOP", "60.4 GFLOP", "3.0 TFLOP"]
+    assert [format_seconds(x) for x in (2e-6, 0.068, 1.7, 125)] == ["2 µs", "68 ms", "1.7 s", "2 min 05 s"]
+
+
+def test_changes_have_a_sign() -> None:
+    assert [format_change(*pair) for pair in ((30, 100), (131, 100), (106.8, 100), (100, 100))] == [
+        "−70 %",
+        "+31 %",
+        "+6.8 %",
+        "±0 %",
+    ]
+    assert format_change(1, 0) == ""
+
+
+def test_nouns_follow_their_number() -> None:
+    assert (format_count(1, "tensor"), format_count(2600, "tensor")) == ("1 tensor", "2,600 tensors")
+
+
+# Saved tensors
+
+
+def test_names_that_differ_in_numbers_are_joined() -> None:
+    assert join_names(["block1/relu", "block2/relu", "block3/relu", "block7/relu"]) == "block{1-3,7}/relu"
+    assert join_names(["stage2_block01/relu#3"]) == "stage2_block01/relu#3"
+
+
+def test_each_reason_is_read_off_the_schedule() -> None:
+    """a → b → c → d → e going forward, with a cut before c; the backward reads b, c, d and e."""
+    sketch = Sketch()
+    a = sketch.op(size=8)
+    b = sketch.op(a, size=8)
+    c = sketch.op(b, size=8)
+    d = sketch.op(c, size=8, repeatable=False)
+    e = sketch.op(d, size=8)
+    last = sketch.op(e, size=1)
+    for value in (d, c, b, a):
+        last = sketch.op(last, value, size=1)
+    plan = plan_of(sketch.graph(last), Choice(frozenset({b, c, d, e}), turning_points=(4,), cuts=(2, 4)))
+    assert reasons_of(plan, sketch.graph(last), [c, d, e]) == {
+        c: Reason.NOT_RECOMPUTED,
+        d: Reason.NOT_REPEATABLE,
+        e: Reason.NOT_RECOMPUTED,
+    }
+
+
+def test_what_a_later_segment_is_recomputed_from_crosses_a_cut() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=8)
+    b = sketch.op(a, size=8)
+    inner = sketch.op(b, size=8)
+    c = sketch.op(inner, b, size=8)
+    last = sketch.op(c, size=1)
+    for value in (c, inner, b, a):
+        last = sketch.op(last, value, size=1)
+    graph = sketch.graph(last)
+    plan = plan_of(graph, Choice(frozenset({b}), turning_points=(4,), cuts=(2, 4)))
+    assert reasons_of(plan, graph, [b])[b] is Reason.CROSSES_A_CUT
+    plan = plan_of(graph, Choice(frozenset({b, inner}), turning_points=(4,), cuts=(2, 4)))
+    assert reasons_of(plan, graph, [b, inner])[inner] is Reason.DEAR
+
+
+def plan_of(graph: Graph, choice: Choice) -> Plan:
+    """A plan by hand, without figures."""
+    schedule = derive(graph, choice, range(len(graph.ops)))
+    nothing = Prediction(0, 0, 0, 0.0, 0.0, 0.0, 0.0)
+    return Plan("", (), len(graph.ops), "cpu", "auto", None, (), choice, schedule, nothing)
+
+
+# Curves
+
+
+def climbing() -> Graph:
+    """Results of 10, 20 and 30 bytes, then their backward; the last op takes as long as all others."""
+    sketch = Sketch()
+    results = [sketch.op(size=10)]
+    for size in (20, 30):
+        results.append(sketch.op(results[-1], size=size))
+    last = sketch.op(results[-1], size=1)
+    for value in reversed(results):
+        last = sketch.op(last, value, size=1, seconds=1.0 if value != results[0] else 6.0)
+    return sketch.graph(last)
+
+
+def test_a_curve_has_the_peak_of_the_liveness_model() -> None:
+    graph = climbing()
+    schedule = save_everything(graph)
+    liveness = simulate(graph, schedule)
+    curve = curve_of(graph, schedule, liveness)
+    assert curve.peak == liveness.peak
+    assert curve.seconds == graph.seconds
+    assert curve.peak_seconds == 4.0  # while the backward of the second result runs
+    assert not curve.recomputed.any()
+
+
+def test_a_curve_is_drawn_to_scale() -> None:
+    graph = climbing()
+    schedule = save_everything(graph)
+    curve = curve_of(graph, schedule, simulate(graph, schedule))
+    marker, *rows = draw(curve, width=48, height=4, seconds=2 * curve.seconds, top=2 * curve.peak)
+    assert max(map(len, rows)) <= 24  # half of the width for half of the time
+    assert [row.strip() != "" for row in rows] == [False, False, True, True]  # half of the height
+    assert rows[2][marker.index("▼")] == "█"
+    assert rows[3].startswith("▃▃")  # 10 of 2 * 61 bytes on 4 lines of 8 eighths
+
+
+def test_recomputation_is_underlined() -> None:
+    graph = climbing()
+    schedule = derive(graph, Choice(turning_points=(3,), cuts=(1, 3)), range(len(graph.ops)))
+    assert schedule.recomputed
+    curve = curve_of(graph, schedule, simulate(graph, schedule))
+    assert draw(curve, width=60, height=2, seconds=curve.seconds, top=curve.peak)[-1].strip("━ ") == ""
+    spent = np.diff(curve.begins)[curve.recomputed].sum()
+    assert spent == schedule.extra_seconds(graph)
+
+
+def test_a_curve_of_nothing_is_flat() -> None:
+    graph = Graph((4,), (), inputs=(0,), outputs=(0,))
+    schedule = save_everything(graph)
+    curve = curve_of(graph, schedule, simulate(graph, schedule))
+    assert curve.peak == 0
+    assert draw(curve, width=10, height=2, seconds=curve.seconds, top=0)
+
+
+def test_a_curve_refuses_the_liveness_of_another_schedule() -> None:
+    graph = climbing()
+    with pytest.raises(ValueError, match="expected the liveness of this schedule"):
+        curve_of(graph, derive(graph, Choice(turning_points=(2,)), range(7)), simulate(graph, save_everything(graph)))
+
+
+# Explanations of real steps
+
+
+@pytest.fixture(scope="module")
+def explanation() -> Explanation:
+    case = STEPS["mlp"]()
+    return remat_opt.optimize(case.step).explain(*case.make_args(), **case.make_kwargs())
+
+
+@pytest.mark.short
+def test_the_text_has_the_plans_own_figures(explanation: Explanation) -> None:
+    plan, text = explanation.plan, str(explanation)
+    assert not plan.is_plain
+    assert format_bytes(plan.predicted.plain_peak_bytes) in text
+    assert format_bytes(plan.predicted.peak_bytes) in text
+    assert format_change(plan.predicted.peak_bytes, plan.predicted.plain_peak_bytes) in text
+    assert format_flops(plan.predicted.extra_flops) in text
+    assert f"{100 * plan.predicted.extra_flops / plan.predicted.flops:.1f} %" in text
+    assert f"{format_count(len(explanation.held), 'tensor')} ({format_bytes(explanation.held_bytes)})" in text
+    assert f"target {plan.target}, solver {plan.solver}, no budget" in text
+    assert format_count(sum(run.recomputed for run in plan.schedule.runs), "segment") in text
+    assert all(word in text for word in ("tracing", "graph", "search", "dot_general"))
+
+
+def test_the_text_fits_a_terminal_and_shows_both_curves(explanation: Explanation) -> None:
+    lines = str(explanation).split("\n")
+    assert max(map(len, lines)) <= WIDEST
+    assert sum(line.strip() == "▼" for line in lines) == 2
+    assert any("━" in line for line in lines)
+
+
+def test_the_curves_peak_where_the_plan_says(explanation: Explanation) -> None:
+    predicted = explanation.plan.predicted
+    assert explanation.before.peak == predicted.plain_peak_bytes
+    assert explanation.after.peak == predicted.peak_bytes
+    assert explanation.before.seconds == pytest.approx(predicted.seconds)
+    assert explanation.after.seconds == pytest.approx(predicted.seconds + predicted.extra_seconds)
+
+
+def test_held_tensors_are_saved_ones(explanation: Explanation) -> None:
+    assert set(explanation.held.values()) <= set(explanation.plan.saved)
+    assert explanation.held_bytes > 0
+    assert sum(group.count for group in explanation.groups) == len(explanation.held)
+    assert sum(group.total for group in explanation.groups) == explanation.held_bytes
+    assert sum(total.flops for total in explanation.repeated) == pytest.approx(explanation.plan.predicted.extra_flops)
+
+
+def test_the_compilers_figures_are_there_where_a_budget_was_checked() -> None:
+    case = STEPS["mlp"]()
+    found = remat_opt.optimize(case.step, budget=0.6).explain(*case.make_args(), **case.make_kwargs())
+    measured, plain = found.plan.measured, found.plan.plain_measured
+    assert measured is not None
+    assert plain is not None
+    text = str(found)
+    assert "budget 0.6 of the plain step's temporary memory" in text
+    assert format_bytes(measured.temp_bytes) in text
+    assert format_bytes(plain.temp_bytes) in text
+    assert format_bytes(measured.physical_peak_bytes) in text
+    assert "compiling to check" in text
+
+
+def plain_explanation() -> Explanation:
+    """Of a plan that changes nothing."""
+    graph = climbing()
+    schedule = save_everything(graph)
+    liveness = simulate(graph, schedule)
+    predicted = Prediction(liveness.peak, liveness.peak, 0, graph.flops, 0.0, graph.seconds, 0.0)
+    note = "nothing to gain: recomputing anything would not lower the peak"
+    plan = Plan("", (), 7, "cpu", "auto", "12GiB", (), Choice(), schedule, predicted, note=note)
+    return explain(plan, graph, liveness, liveness, {}, {})
+
+
+def test_a_step_with_nothing_to_gain_says_so() -> None:
+    found = plain_explanation()
+    text = str(found)
+    assert "The step runs as it was given: nothing to gain" in text
+    assert 'budget "12GiB"' in text
+    assert "Recomputed" not in text
+    assert found.segments == []
+    assert sum(line.strip() == "▼" for line in text.split("\n")) == 1
+
+
+def test_neither_text_nor_import_needs_rich(explanation: Explanation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich", None)
+    assert "Saved:" in str(explanation)
+
+
+# Pictures
+
+
+def test_the_picture_is_a_png(explanation: Explanation, tmp_path: Path) -> None:
+    explanation.save(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_plain_plan_has_a_picture_too(tmp_path: Path) -> None:
+    plain_explanation().save(tmp_path / "picture.svg")
+    assert b"<svg" in (tmp_path / "picture.svg").read_bytes()
+
+
+def test_without_matplotlib_the_error_names_the_extra(
+    explanation: Explanation, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.raises(ImportError, match=r'pip install "remat_opt\[plot\]"'):
+        explanation.save(tmp_path / "picture.png")
+    assert not (tmp_path / "picture.png").exists()
+
+
+def test_only_the_pictures_import_matplotlib() -> None:
+    importers = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            importers |= {file.name for name in names if name.partition(".")[0] == "matplotlib"}
+    assert importers == {"pictures.py"}
