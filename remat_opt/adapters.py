@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import functools
 import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -63,6 +64,9 @@ class AdaptedFunction:
 
     def __call__(self, *args, **kwargs):
         return self._wrapper(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._wrapper, name)  # lower, trace, eval_shape where the library has them

@@ -14,6 +14,7 @@ import functools
 import inspect
 import threading
 import time
+import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,7 +29,7 @@ from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
 from remat_opt.targets import Figures, Target, measure_flat, read_figures, resolve_target
-from remat_opt.targets.options import compiler_options_for, platform_of
+from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
 from remat_opt.write.differentiable import with_derivative_of
 
 
@@ -55,6 +56,7 @@ class OptimizedFunction:
         self._jitted: Callable | None = None
         self._inner = jax.jit(self._standing_for(self._write_inside), **options)
         self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
+        self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
         self._written: dict[int, Solution] = {}  # what the present jit has traced, by the same key
         self._lock = threading.RLock()
         self._handed = threading.local()
@@ -73,15 +75,23 @@ class OptimizedFunction:
 
     # Calling
 
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else types.MethodType(self, instance)
+
     def __call__(self, *args, **kwargs):
         if self._delegate is not None:
             return self._delegate(*args, **kwargs)
         if not compat.outside_of_any_trace():
+            if self._is_for_modules(args, kwargs):
+                return self._delegate(*args, **kwargs)
             return self._call_inside(args, kwargs)
         try:
             return (self._jitted or self._make_jitted())(*args, **kwargs)
         except _PlanNeeded:
             pass
+        except Exception:
+            if not takes_modules(args, kwargs):  # as trees of arrays modules may not even trace
+                raise
         if self._is_for_modules(args, kwargs):
             return self._delegate(*args, **kwargs)
         return self._with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs)
@@ -145,6 +155,7 @@ class OptimizedFunction:
         """Forget all plans and compiled steps."""
         with self._lock:
             self._decisions.clear()
+            self._provisional.clear()
             self._forget_compiled()
 
     # Planning on a miss
@@ -163,14 +174,17 @@ class OptimizedFunction:
             started = time.perf_counter()
             traced = self._plain.trace(*args, **kwargs)
             key = id(traced.jaxpr)
-            if key in self._decisions:
-                return self._decisions[key]
+            # Inside another transform nothing can be compiled: what is decided there is no promise for calls outside.
+            provisional = self._settings.budget.is_promise and not compat.outside_of_any_trace()
+            decisions = self._provisional if provisional else self._decisions
+            if key in decisions:
+                return decisions[key]
             prepared = self._prepare(traced)
             prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
             decision = self._decide(prepared, args, kwargs)
             self._tell(decision)
             if not prepared.captured.closed_over:
-                self._decisions[key] = decision
+                decisions[key] = decision
             if self._written.get(key, decision.solution) is not decision.solution:
                 self._forget_compiled()
             return decision
@@ -262,6 +276,8 @@ class OptimizedFunction:
         return decision.prepared, decision.solution
 
     def _write(self, args: tuple, kwargs: dict) -> Any:
+        if compat.outside_of_any_trace():
+            return self._fun(*args, **kwargs)  # under jax.disable_jit
         traced = self._plain.trace(*args, **kwargs)
         prepared, solution = self._candidate(traced)
         self._written[id(traced.jaxpr)] = solution
@@ -329,7 +345,7 @@ def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str
             merged.pop(f"{kind}_argnames", None)
         if f"{kind}_argnames" in overriding and f"{kind}_argnums" not in overriding:
             merged.pop(f"{kind}_argnums", None)
-    options = {**(given.get("compiler_options") or {}), **(overriding.get("compiler_options") or {})}
+    options = merge_compiler_options(given.get("compiler_options") or {}, overriding.get("compiler_options") or {})
     if options:
         merged["compiler_options"] = options
     return merged
@@ -346,10 +362,10 @@ def _compile(jitted: Callable, args: tuple, kwargs: dict, target: Target) -> Fig
 
 
 def _callers_level() -> int:
-    """How far up the stack the first frame outside of this package is."""
+    """How far up the stack the first frame outside of this package and of JAX is."""
     level = 1
     frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "remat_opt":
+    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("remat_opt", "jax"):
         frame = frame.f_back
         level += 1
     return max(level - 1, 1)

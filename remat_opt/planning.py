@@ -157,6 +157,8 @@ def decide(prepared: Prepared, settings: Settings, measure: Measure | None) -> D
         PlanError: the plan in the settings is for another program.
     """
     decider = _Decider(prepared, settings, measure if settings.verify else None)
+    if prepared.captured.program.has_references:
+        return decider.plain("it reads or writes mutable references, whose order cannot be changed")
     if settings.plan is not None:
         return decider.take_over(settings.plan)
     if settings.budget.is_promise:

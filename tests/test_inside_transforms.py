@@ -324,6 +324,17 @@ def test_updates_of_modules_come_out_of_an_outer_nnx_transform(given: Callable) 
     assert_close(nnx_state_after(optimized), expected)
 
 
+@pytest.mark.parametrize("given", [nnx_step, nnx.jit(nnx_step)], ids=["plain", "nnx.jit"])
+def test_modules_that_share_weights(given: Callable) -> None:
+    def after(fun: Callable) -> Any:
+        model = Net(nnx.Rngs(0))
+        model.layers[1].kernel = model.layers[0].kernel
+        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
+        return fun(model, optimizer, X), nnx.to_pure_dict(nnx.state((model, optimizer)))
+
+    assert_close(after(optimize(given)), after(nnx.jit(nnx_step)))
+
+
 def test_an_equinox_step_inside_another_filter_jit() -> None:
     @eqx.filter_jit
     def eqx_step(model: eqx.nn.MLP, x: jax.Array) -> tuple[eqx.nn.MLP, jax.Array]:

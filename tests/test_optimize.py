@@ -14,7 +14,7 @@ from jax.extend.core import primitives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_opt.optimized
-from remat_opt import optimize
+from remat_opt import RematWarning, optimize
 
 WIDTH, LAYERS, BATCH = 32, 8, 256
 
@@ -339,6 +339,12 @@ def test_disable_jit_and_leak_checks_still_work(optimized: Any) -> None:
         assert_close(optimize(step)(new_params(), X), expected)
     with jax.checking_leaks(), jax.debug_nans(True):
         assert_close(optimize(step)(new_params(), X), expected)
+
+
+@pytest.mark.parametrize("fun", [lambda x: x, lambda x: (x, 1.0), lambda x: None, lambda x: x @ x.T])
+def test_a_function_without_a_gradient_runs_as_it_was_given(fun: Any) -> None:
+    with pytest.warns(RematWarning, match="as it was given"):
+        assert_same(optimize(fun)(X), jax.jit(fun)(X))
 
 
 # Once per signature

@@ -17,11 +17,12 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 
 _ELEMENTWISE_NAMES = """
-    abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type broadcast_in_dim cbrt
-    ceil clamp clz complex concatenate conj convert_element_type copy cos cosh digamma div dynamic_slice eq erf erf_inv erfc exp exp2
-    expm1 floor ge gt igamma igamma_grad_a igammac imag integer_pow iota is_finite le lgamma log log1p log2 logistic lt
-    max min mul name ne neg nextafter not one_minus_square or pad polygamma polynomial population_count pow real
-    reduce_precision regularized_incomplete_beta rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
+    abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
+    broadcast_in_dim cbrt ceil clamp clz complex concatenate conj convert_element_type copy cos cosh digamma
+    div dynamic_slice eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
+    integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg nextafter not
+    one_minus_square or pad polygamma polynomial population_count pow real reduce_precision
+    regularized_incomplete_beta rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
     shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh transpose xor zeta
     random_wrap random_unwrap
 """
@@ -112,7 +113,7 @@ def _op(program: Program, equation: Equation, rates: Rates, constants: dict[int,
         kind=kind,
         flops=flops,
         seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION),
-        repeatable=not equation.effects and equation.primitive not in compat.STATEFUL,
+        repeatable=not equation.effects and not compat.is_stateful(equation.primitive, equation.params),
         name=equation.primitive.name,
     )
 

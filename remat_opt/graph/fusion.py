@@ -10,9 +10,9 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
 
-`fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the virtual
-values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever a kernel
-reads them, so that none is ever carried across a barrier.
+`fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
+virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever
+a kernel reads them, so that none is ever carried across a barrier.
 """
 
 from __future__ import annotations

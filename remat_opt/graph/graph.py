@@ -55,7 +55,7 @@ class Graph:
         outputs: values that the step returns.
         aliases: (input, output) pairs that share one buffer, because the input was donated.
         constants: values that depend on no input; they are made afresh wherever they are read and cost no memory.
-        fused: whether elementwise work has been merged into its readers (`fusion.fuse`), so that all values are buffers.
+        fused: whether elementwise work was merged into its readers (`fusion.fuse`), so that all values are buffers.
     """
 
     sizes: tuple[int, ...]
@@ -111,10 +111,10 @@ def check(graph: Graph) -> None:
                 f"expected ops in topological order: op {index} reads value {missing[0]}, which no earlier op makes "
                 "and which is no input (a cycle, or an op that stands too early)"
             )
-        twice = made.intersection(op.outputs)
-        if twice:
-            raise ValueError(f"expected each value to be made once: op {index} makes value {min(twice)} again")
-        made.update(op.outputs)
+        for value in op.outputs:
+            if value in made:
+                raise ValueError(f"expected each value to be made once: op {index} makes value {value} again")
+            made.add(value)
     unreachable = [value for value in graph.outputs if value not in made]
     if unreachable:
         raise ValueError(f"expected every output to be made by an op or to be an input: value {unreachable[0]} is not")

@@ -120,19 +120,26 @@ class _Simulation:
         return self.result()
 
     def result(self) -> Liveness:
-        sizes = self.temporary_sizes()
+        sizes, in_place_from = self.temporary_sizes()
         live = np.zeros(self.position + 2, dtype=np.int64)
         buffers = []
         for instance, value in enumerate(self.value):
             if self.roots[instance] != (instance,):
                 continue
-            buffer = Buffer(value, sizes[instance], self.birth[instance], tuple(self.reads[instance]))
+            reads = self.reads[instance]
+            if instance in in_place_from:
+                # It waits in a buffer of its own until nobody reads the argument whose place it takes.
+                reads = [*(r for r in reads if r < in_place_from[instance]), in_place_from[instance]]
+            buffer = Buffer(value, sizes[instance], self.birth[instance], tuple(reads))
             live[buffer.birth] += buffer.size
             live[buffer.death + 1] -= buffer.size
             buffers.append(buffer)
         return Liveness(np.cumsum(live)[: self.position + 1], tuple(buffers))
 
-    def temporary_sizes(self) -> list[int]:
+    def temporary_sizes(self) -> tuple[list[int], dict[int, int]]:
+        """Bytes of each instance, and for results that come too early for their donated argument's place the position
+        of that argument's last read."""
+        in_place_from: dict[int, int] = {}
         sizes = [self.graph.sizes[value] for value in self.value]
         outputs = set(self.graph.outputs)
         inputs = len(self.graph.inputs)
@@ -145,7 +152,9 @@ class _Simulation:
                 # In place only if nobody reads the donated argument after its successor has been made.
                 if given is None or self.last_read(given) <= self.birth[instance]:
                     sizes[instance] = 0
-        return sizes
+                else:
+                    in_place_from[instance] = self.last_read(given)
+        return sizes, in_place_from
 
     def last_read(self, given: int) -> int:
         reads = self.reads[self.argument[given]]

@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util
+from jax._src.state.types import AbstractRef
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
@@ -63,8 +64,25 @@ barrier_p = _primitive_of(lax.optimization_barrier, 1.0)
 remat_p = primitives.remat_p
 name_p = primitives.name_p
 
-# Two runs on the same operands may differ: XLA's own generator keeps a state on the device.
-STATEFUL = frozenset({primitives.rng_uniform_p})
+# Never run twice: XLA's own generator keeps a state on the device, and a callback's host function is the user's.
+_pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
+STATEFUL = frozenset({primitives.rng_uniform_p, _pure_callback_p})
+
+
+def is_stateful(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether a second run of an equation could differ from the first, or be noticed; inner jaxprs are read, too."""
+    if primitive in STATEFUL:
+        return True
+    return any(
+        is_stateful(equation.primitive, equation.params)
+        for jaxpr in jaxprs_in(params)
+        for equation in bare_jaxpr(jaxpr).eqns
+    )
+
+
+def is_reference(aval: Any) -> bool:
+    """Whether a value is a mutable reference (`jax.new_ref`)."""
+    return isinstance(aval, AbstractRef)
 
 
 def policy_offloads(policy: Any) -> bool:

@@ -51,6 +51,11 @@ class Program:
     entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
 
     @property
+    def has_references(self) -> bool:
+        """Whether it reads or writes mutable references."""
+        return any(compat.is_reference(aval) for aval in self.avals)
+
+    @property
     def effects(self) -> frozenset:
         """All effects of all equations."""
         return frozenset().union(*(equation.effects for equation in self.equations))
@@ -179,7 +184,7 @@ class _Inliner:
 
 def _number(equation: Any, inputs: tuple) -> Any | None:
     """The value number: equal keys compute equal values. None where two runs may differ or the key cannot be told."""
-    if equation.primitive in compat.STATEFUL:
+    if compat.is_stateful(equation.primitive, equation.params):
         return None
     try:
         params = tuple(sorted((name, _hashable(value)) for name, value in equation.params.items()))

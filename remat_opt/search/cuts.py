@@ -61,20 +61,22 @@ class Cuts:
 def _low_positions(crossing_bytes: np.ndarray, most: int) -> list[int]:
     """At most `most` positions (from 1) where no fewer bytes cross anywhere near.
 
-    "Near" begins with the position alone and is widened until few enough are left, so that they stay spread over the
+    "Near" begins with the neighbours and is widened until few enough are left, so that they stay spread over the
     whole step whatever its parts' sizes. Among equal neighbours one in each stretch of that width is taken.
     """
-    reach = 0
+    if len(crossing_bytes) <= most:
+        return list(range(1, len(crossing_bytes) + 1))
+    reach = 1
     while True:
         padded = np.pad(crossing_bytes.astype(np.float64), reach, constant_values=np.inf)
         windows = np.lib.stride_tricks.sliding_window_view(padded, 2 * reach + 1)
         chosen: list[int] = []
-        for index in np.flatnonzero(windows.min(axis=1, initial=np.inf) == crossing_bytes):
+        for index in np.flatnonzero(windows.min(axis=1) == crossing_bytes):
             if not chosen or index - chosen[-1] > reach:
                 chosen.append(int(index))
         if len(chosen) <= most:
             return [index + 1 for index in chosen]
-        reach = 2 * reach or 1
+        reach *= 2
 
 
 class SegmentCosts:

@@ -19,10 +19,15 @@ _LISTS = frozenset({"xla_disable_hlo_passes"})
 
 def compiler_options_for(platform: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The options of a platform under those of the user; options that are lists are merged."""
-    options: dict[str, Any] = dict(_CPU) if platform == "cpu" else {}
-    for name, value in (given or {}).items():
+    return merge_compiler_options(_CPU if platform == "cpu" else {}, given or {})
+
+
+def merge_compiler_options(given: Mapping[str, Any], overriding: Mapping[str, Any]) -> dict[str, Any]:
+    """Compiler options under others that override them by name; options that are lists are joined."""
+    options = dict(given)
+    for name, value in overriding.items():
         if name in _LISTS and name in options:
-            options[name] = ",".join(dict.fromkeys([*str(value).split(","), *options[name].split(",")]))
+            options[name] = ",".join(dict.fromkeys([*str(value).split(","), *str(options[name]).split(",")]))
         else:
             options[name] = value
     return options

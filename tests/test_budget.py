@@ -1,0 +1,315 @@
+"""A budget is a promise: the compiled step keeps it, or the user is told what can be kept."""
+
+import math
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import step_networks as networks
+
+import remat_opt.optimized
+from remat_opt import InfeasibleBudget, RematWarning, optimize
+from remat_opt.budget import Budget, parse_budget
+
+WIDTH, LAYERS, BATCH = 32, 8, 256
+
+compiled: list[str] = []  # one entry for each time that XLA compiled something
+jax.monitoring.register_event_duration_secs_listener(
+    lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
+)
+
+PARAMS = networks.mlp_params(np.random.default_rng(0), [WIDTH] * (LAYERS + 1))
+X = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, WIDTH)), jnp.float32)
+
+
+def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
+    value, grads = jax.value_and_grad(lambda params: jnp.mean(networks.mlp(params, x, jnp.sin) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    assert jax.tree.structure(found) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def figures(fun: Any, *args: Any) -> Any:
+    return fun.lower(*args).compile().memory_analysis()
+
+
+def physical_peak(fun: Any, *args: Any) -> int:
+    sizes = figures(fun, *args)
+    return (
+        sizes.temp_size_in_bytes + sizes.argument_size_in_bytes + sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+    )
+
+
+@pytest.fixture(scope="module")
+def plain_temp() -> int:
+    """Temporary memory of the step as given, with our option for the CPU, as a fraction counts it."""
+    return optimize(step, budget=0.9).plan(PARAMS, X).plain_measured.temp_bytes
+
+
+# Reading
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("budget", "understood"),
+    [
+        (None, Budget()),
+        ("min", Budget(at_any_cost=True)),
+        (" MIN ", Budget(at_any_cost=True)),
+        (1, Budget(physical_bytes=1)),
+        (10**12, Budget(physical_bytes=10**12)),
+        (1.0, Budget(fraction=1.0)),
+        (0.25, Budget(fraction=0.25)),
+        ("12GiB", Budget(physical_bytes=12 * 2**30)),
+        ("800MB", Budget(physical_bytes=800 * 10**6)),
+        ("1.5 GB", Budget(physical_bytes=1_500_000_000)),
+        (".5TiB", Budget(physical_bytes=2**39)),
+        ("64 kib", Budget(physical_bytes=2**16)),
+        ("1000B", Budget(physical_bytes=1000)),
+    ],
+    ids=repr,
+)
+def test_budgets_as_users_write_them(budget: Any, understood: Budget) -> None:
+    assert parse_budget(budget) == understood
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    "budget",
+    [0, -1, 0.0, -0.5, 1.0001, 12e9, math.nan, math.inf, "", "12", "twelve", "-1GB", "0B", "50%", "12 GiB free"],
+    ids=repr,
+)
+def test_budgets_that_make_no_sense_are_refused_with_what_to_write(budget: Any) -> None:
+    with pytest.raises(ValueError, match=r"expected .*12GiB") as error:
+        optimize(step, budget=budget)
+    assert (budget if isinstance(budget, str) else str(budget)) in str(error.value)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("budget", [True, False, [1], b"12GiB", 1j, {}], ids=repr)
+def test_budgets_of_other_types_are_refused_with_what_to_write(budget: Any) -> None:
+    with pytest.raises(TypeError, match=rf"expected .*12GiB.* got {type(budget).__name__}"):
+        optimize(step, budget=budget)
+
+
+# Keeping
+
+
+@pytest.mark.parametrize("fraction", [0.5, 0.65, 0.8])
+def test_a_fraction_of_the_temporary_memory_is_kept(fraction: float, plain_temp: int) -> None:
+    optimized = optimize(step, budget=fraction)
+    assert figures(optimized, PARAMS, X).temp_size_in_bytes <= fraction * plain_temp
+    plan = optimized.plan(PARAMS, X)
+    assert plan.measured.temp_bytes == figures(optimized, PARAMS, X).temp_size_in_bytes
+    assert plan.plain_measured.temp_bytes == plain_temp
+    assert_close(optimized(PARAMS, X), jax.jit(step)(PARAMS, X))
+
+
+@pytest.mark.parametrize("donate", [(), (0,)])
+@pytest.mark.parametrize("part", [0.6, 0.8])
+def test_a_budget_in_bytes_bounds_the_physical_peak(part: float, donate: tuple) -> None:
+    bytes_ = int(part * physical_peak(jax.jit(step, donate_argnums=donate), PARAMS, X))
+    for budget in (bytes_, f"{bytes_}B"):
+        optimized = optimize(step, budget=budget, donate_argnums=donate)
+        assert physical_peak(optimized, PARAMS, X) <= bytes_
+        assert optimized.plan(PARAMS, X).measured.physical_peak_bytes == physical_peak(optimized, PARAMS, X)
+
+
+def test_a_larger_budget_costs_no_more_time() -> None:
+    extra = [optimize(step, budget=fraction).plan(PARAMS, X).predicted.extra_seconds for fraction in (0.5, 0.7, 0.9)]
+    assert extra == sorted(extra, reverse=True)
+    least = optimize(step).plan(PARAMS, X).predicted
+    assert 0 < extra[0] <= least.extra_seconds
+    assert least.extra_flops <= least.flops
+
+
+@pytest.mark.parametrize("budget", [1.0, "1GiB"])
+def test_a_budget_that_the_step_keeps_anyway_changes_nothing(budget: Any) -> None:
+    optimized = optimize(step, budget=budget)
+    with pytest.warns(RematWarning, match="as it was given"):
+        plan = optimized.plan(PARAMS, X)
+    assert plan.is_plain
+    assert plan.note
+    assert str(optimized.jaxpr(PARAMS, X)) == str(jax.jit(step).trace(PARAMS, X).jaxpr)
+
+
+@pytest.mark.parametrize("budget", [1, 0.01], ids=repr)
+def test_what_cannot_be_done_is_refused_with_the_least_that_can(budget: Any) -> None:
+    with pytest.raises(InfeasibleBudget) as error:
+        optimize(step, budget=budget)(PARAMS, X)
+    least = error.value.least_bytes
+    assert str(least) in str(error.value)
+    suggestion = re.search(r"budget=([0-9.]+)[,)]", str(error.value))
+    with_suggestion = optimize(step, budget=type(budget)(suggestion[1]))
+    sizes = figures(with_suggestion, PARAMS, X)
+    counted = sizes.temp_size_in_bytes if isinstance(budget, float) else physical_peak(with_suggestion, PARAMS, X)
+    assert counted <= least
+    assert figures(optimize(step), PARAMS, X).temp_size_in_bytes >= sizes.temp_size_in_bytes
+
+
+def test_the_suggestion_for_a_step_with_nothing_to_recompute_works_too() -> None:
+    def linear(w: jax.Array, x: jax.Array) -> jax.Array:
+        return w - 0.1 * jax.grad(lambda w: jnp.sum(jnp.sin(x @ w)))(w)
+
+    w = PARAMS[0]["w"]
+    for budget in (1, 0.5):
+        with pytest.raises(InfeasibleBudget) as error:
+            optimize(linear, budget=budget)(w, X)
+        suggestion = type(budget)(re.search(r"budget=([0-9.]+)[,)]", str(error.value))[1])
+        assert_close(optimize(linear, budget=suggestion)(w, X), linear(w, X))
+        assert error.value.least_bytes <= physical_peak(jax.jit(linear), w, X)
+
+
+def test_without_verification_nothing_is_compiled() -> None:
+    for budget in (0.6, 1.0, "1GiB", "min", None):
+        before = len(compiled)
+        plan = optimize(step, budget=budget, verify=False).plan(PARAMS, X)
+        assert len(compiled) == before
+        assert plan.measured is None
+    with pytest.raises(InfeasibleBudget, match="predicted"):
+        optimize(step, budget=1, verify=False).plan(PARAMS, X)
+
+
+def test_least_memory_of_a_clear_case_needs_no_compilation() -> None:
+    before = len(compiled)
+    assert not optimize(step).plan(PARAMS, X).is_plain
+    assert len(compiled) == before
+
+
+@pytest.mark.filterwarnings("ignore::remat_opt.RematWarning")
+@pytest.mark.parametrize("budget", [0.6, 0.8, 1.0, "1GiB"])
+def test_what_was_compiled_to_check_a_budget_is_what_the_call_runs(budget: float | str) -> None:
+    optimized = optimize(step, budget=budget)
+    assert optimized.plan(PARAMS, X).measured is not None
+    before = len(compiled)
+    optimized(PARAMS, X)
+    assert len(compiled) == before
+
+
+@pytest.mark.parametrize("budget", [None, 0.6])
+def test_a_signature_stays_compiled_when_another_is_planned(budget: float | None) -> None:
+    optimized = optimize(step, budget=budget)
+    optimized(PARAMS, X)
+    optimized(PARAMS, X[::2])
+    before = len(compiled)
+    optimized(PARAMS, X)
+    assert len(compiled) == before
+
+
+def test_a_plan_and_a_budget_together_keep_the_budget_or_are_refused() -> None:
+    plan = optimize(step).plan(PARAMS, X)
+    with pytest.raises(ValueError, match="budget"):
+        optimize(step, plan=plan, budget=1)(PARAMS, X)
+
+
+# Arguments that make no sense
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"solver": "magic"}, r"solver.*'auto'.*'magic'"),
+        ({"target": "h9000"}, r"h9000.*cpu.*h200.*v5e"),
+        ({"on_error": "ignore"}, r"'raise'.*'plain'.*'ignore'"),
+    ],
+)
+def test_unknown_names_are_refused_with_those_there_are(options: dict, expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        optimize(step, **options)
+
+
+@pytest.mark.short
+@pytest.mark.parametrize(
+    "thing", ["train_step", None, 3, (PARAMS, 1.0), [step]], ids=["text", "None", "3", "result", "list"]
+)
+def test_what_is_no_function_is_refused_with_advice(thing: Any) -> None:
+    with pytest.raises(TypeError, match=r"(?s)expected a function.*optimize\(train_step\)") as error:
+        optimize(thing)
+    assert type(thing).__name__ in str(error.value)
+    assert len(str(error.value)) < 1000  # not all arrays of a result
+
+
+def test_a_compiled_step_is_refused_with_advice() -> None:
+    compiled_step = jax.jit(step).lower(PARAMS, X).compile()
+    with pytest.raises(TypeError, match="expected a function"):
+        optimize(compiled_step)
+
+
+# Errors of the user's function, and ours
+
+
+class OwnError(Exception):
+    pass
+
+
+def raises(params: Any, x: jax.Array) -> Any:
+    raise OwnError("mine", 3)
+
+
+def decides_by_value(params: Any, x: jax.Array) -> Any:
+    return step(params, x) if x.sum() > 0 else params
+
+
+def multiplies_wrongly(params: Any, x: jax.Array) -> Any:
+    return step(params, x @ jnp.ones((3, 3)))
+
+
+def returns_text(params: Any, x: jax.Array) -> Any:
+    return "text"
+
+
+@pytest.mark.parametrize("on_error", ["raise", "plain"])
+@pytest.mark.parametrize("budget", [None, 0.5])
+@pytest.mark.parametrize(
+    ("fun", "args"),
+    [
+        (raises, (PARAMS, X)),
+        (decides_by_value, (PARAMS, X)),
+        (multiplies_wrongly, (PARAMS, X)),
+        (returns_text, (PARAMS, X)),
+        (step, (PARAMS,)),
+        (step, (PARAMS, "text")),
+    ],
+    ids=["own", "tracer", "shapes", "result", "arity", "argument"],
+)
+def test_errors_of_the_function_come_through_as_jax_gives_them(
+    fun: Any, args: tuple, budget: Any, on_error: str
+) -> None:
+    with pytest.raises(Exception) as of_jax:  # noqa: PT011
+        jax.jit(fun)(*args)
+    with pytest.raises(type(of_jax.value)) as ours:
+        optimize(fun, budget=budget, on_error=on_error)(*args)
+    assert type(ours.value) is type(of_jax.value)
+    # JAX names some functions by their address, and ours stands for the user's.
+    assert re.sub("0x[0-9a-f]+", "", str(ours.value)) == re.sub("0x[0-9a-f]+", "", str(of_jax.value))
+
+
+def test_where_planning_fails_the_error_is_raised_or_the_step_runs_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: Any) -> Any:
+        raise RuntimeError("the search broke")
+
+    monkeypatch.setattr(remat_opt.optimized, "decide", failing)
+    with pytest.raises(RuntimeError, match="the search broke"):
+        optimize(step)(PARAMS, X)
+    optimized = optimize(step, on_error="plain")
+    with pytest.warns(RematWarning, match="the search broke") as told:
+        result = optimized(PARAMS, X)
+    assert len(told) == 1
+    assert_close(result, jax.jit(step)(PARAMS, X))
+    assert optimized.plan(PARAMS, X).is_plain
+    assert "the search broke" in optimized.plan(PARAMS, X).note
+
+
+def test_an_infeasible_budget_may_fall_back_too() -> None:
+    optimized = optimize(step, budget=1, on_error="plain")
+    with pytest.warns(RematWarning, match="budget"):
+        assert_close(optimized(PARAMS, X), jax.jit(step)(PARAMS, X))
+    assert optimized.plan(PARAMS, X).is_plain
