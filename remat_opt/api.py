@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
+
 from remat_opt.adapters import adapt
 from remat_opt.optimized import OptimizedFunction, merge_options
 from remat_opt.plan import Plan
@@ -73,9 +75,9 @@ def optimize(
     adapted = adapt(fun, lambda inner: _optimize_jitted(inner, settings, jit_options))
     if adapted is not None:
         return adapted
-    if not callable(fun):
+    if not callable(fun) or isinstance(fun, (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)):
         raise TypeError(
-            f"expected a function (plain, jax.jit, nnx.jit or eqx.filter_jit), got {type(fun).__name__} {fun!r}; "
+            f"expected a function (plain, jax.jit, nnx.jit or eqx.filter_jit), got {type(fun).__name__}; "
             "write remat_opt.optimize(train_step), without calling train_step"
         )
     return OptimizedFunction(fun, settings, dict(jit_options))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 import re
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
@@ -53,15 +54,16 @@ def parse_budget(budget: int | float | str | None) -> Budget:
         return Budget()
     if isinstance(budget, str):
         return _parse_text(budget)
-    if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+    if isinstance(budget, bool) or not isinstance(budget, numbers.Real):
         raise TypeError(f"expected as budget {_EXPECTED}; got {type(budget).__name__} {budget!r}")
-    if isinstance(budget, int):
+    if isinstance(budget, numbers.Integral):
+        budget = int(budget)
         if budget <= 0:
             raise ValueError(f"expected a budget of at least 1 byte, got {budget}; write {_EXPECTED}")
         return Budget(physical_bytes=budget)
     if not 0.0 < budget <= 1.0:
         raise ValueError(f"expected a fraction in (0, 1], got {budget}; write {_EXPECTED}")
-    return Budget(fraction=budget)
+    return Budget(fraction=float(budget))
 
 
 def _parse_text(text: str) -> Budget:

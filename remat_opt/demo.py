@@ -18,7 +18,7 @@ import platform
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -59,11 +59,13 @@ class Difference:
         arrays: how many arrays the state has.
         differing: how many of them are not the same bit for bit.
         largest: the largest difference of any element; 0.0 where all are bit-identical.
+        largest_parameter: the same of the parameters alone, without momenta and batch statistics.
     """
 
     arrays: int
     differing: int
     largest: float
+    largest_parameter: float
 
 
 @dataclasses.dataclass
@@ -168,15 +170,15 @@ def _figures(step: Any, arguments: tuple[Any, ...]) -> tuple[Figures, float]:
 
 def _train(variants: list[Variant], example: Any, steps: int, say: Say) -> None:
     """Train each variant from the same start on one batch; keep losses and differences to the first variant."""
-    expected: list[np.ndarray] = []
+    expected: Any = None
     for variant in variants:
         state = example.init()
         for number in range(steps):
             say(f"training, {variant.name}: step {number + 1} of {steps}")
             state, loss = variant.step(state, *example.batch())
             variant.losses.append(float(loss))
-        found = [_as_array(leaf) for leaf in jax.tree.leaves(state)]
-        expected = expected or found
+        found = jax.tree.map(_as_array, state)
+        expected = found if expected is None else expected
         variant.difference = difference_of(found, expected)
 
 
@@ -186,11 +188,22 @@ def _as_array(leaf: jax.Array) -> np.ndarray:
     return np.array(leaf)  # a copy: the next step may overwrite the buffer
 
 
-def difference_of(found: list[np.ndarray], expected: list[np.ndarray]) -> Difference:
-    """Compare two states, array by array and bit by bit."""
-    differing = [pair for pair in zip(found, expected, strict=True) if pair[0].tobytes() != pair[1].tobytes()]
-    gaps = [np.abs(a.astype(np.float64) - b.astype(np.float64)).max(initial=0.0) for a, b in differing]
-    return Difference(len(found), len(differing), float(np.max(gaps, initial=0.0)))
+def difference_of(found: Any, expected: Any) -> Difference:
+    """Compare two training states of NumPy arrays, array by array and bit by bit."""
+    leaves = list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
+    parameters = zip(jax.tree.leaves(found.params), jax.tree.leaves(expected.params), strict=True)
+    differing = sum(one.tobytes() != other.tobytes() for one, other in leaves)
+    return Difference(len(leaves), differing, _largest(leaves), _largest(parameters))
+
+
+def _largest(pairs: Iterable[tuple[np.ndarray, np.ndarray]]) -> float:
+    """The largest difference of any element; pairs that are bit-identical, with NaNs too, have none."""
+    gaps = [
+        np.abs(one.astype(np.float64) - other.astype(np.float64)).max(initial=0.0)
+        for one, other in pairs
+        if one.tobytes() != other.tobytes()
+    ]
+    return float(np.max(gaps, initial=0.0))
 
 
 def _time(variants: list[Variant], example: Any, runs: int, say: Say) -> None:
@@ -250,6 +263,7 @@ def _variant_as_json(variant: Variant, plain: Variant) -> dict[str, Any]:
         "differing_arrays": variant.difference.differing,
         "bit_identical": variant.difference.differing == 0,
         "largest_difference": variant.difference.largest,
+        "largest_parameter_difference": variant.difference.largest_parameter,
     }
 
 

@@ -92,7 +92,7 @@ def _training(outcome: Outcome) -> Table:
     table = _table("\ntraining")
     for number in range(outcome.options.steps):
         table.add_row(f"loss after step {number + 1}", *(f"{variant.losses[number]:.6f}" for variant in variants))
-    table.add_row("largest difference to plain", NOTHING, *(_difference(v.difference) for v in variants[1:]))
+    table.add_row("largest parameter difference", NOTHING, *(_difference(v.difference) for v in variants[1:]))
     table.add_row("time of a step, median", *(format_seconds(variant.median_seconds) for variant in variants))
     ratios = [time_ratio(variant, variants[0]) for variant in variants]
     table.add_row("  against plain", NOTHING, *(f"{ratio:.2f}×" for ratio in ratios[1:] if ratio is not None))
@@ -103,7 +103,7 @@ def _training(outcome: Outcome) -> Table:
 def _difference(difference: Difference | None) -> str:
     if difference is None:
         return NOTHING
-    return "bit-identical" if difference.differing == 0 else f"{difference.largest:.1e}"
+    return "bit-identical" if difference.differing == 0 else f"{difference.largest_parameter:.1e}"
 
 
 def _sentences(outcome: Outcome) -> list[str]:

@@ -5,6 +5,10 @@ function looks its program up among the decisions and writes it. Where there is 
 the call below plans outside of any trace, with the real arguments at hand, and calls again. So nothing of ours runs
 once a signature is compiled, keys are jit's own, and the executable that was compiled to check a budget is the one that
 the call uses.
+
+The jit has our compiler options once a signature is rewritten; as long as all run as they were given it has the user's
+alone. Where a second candidate for one signature has to be tried, the jit is made anew, and other signatures compile
+again at their next call.
 """
 
 from __future__ import annotations
@@ -58,6 +62,7 @@ class OptimizedFunction:
         self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
         self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
         self._written: dict[int, Solution] = {}  # what the present jit has traced, by the same key
+        self._with_ours = False  # whether the present jit has our compiler options
         self._lock = threading.RLock()
         self._handed = threading.local()
         self._told: set[str] = set()
@@ -185,8 +190,9 @@ class OptimizedFunction:
             self._tell(decision)
             if not prepared.captured.closed_over:
                 decisions[key] = decision
-            if self._written.get(key, decision.solution) is not decision.solution:
-                self._forget_compiled()
+            with_ours = any(not _runs_as_given(one.solution) for one in (decision, *self._decisions.values()))
+            if with_ours != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
+                self._forget_compiled(with_ours)
             return decision
 
     def _prepare(self, traced: Any) -> Prepared:
@@ -201,17 +207,19 @@ class OptimizedFunction:
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise
-            self._warn(f"planning failed, the step runs as it was given: {type(error).__name__}: {error}")
-            return run_as_given(prepared, self._settings, f"planning failed: {error}")
+            return run_as_given(prepared, self._settings, f"planning failed: {type(error).__name__}: {error}")
 
     def _measure(self, prepared: Prepared, args: tuple, kwargs: dict, solution: Solution | None) -> Figures:
         """Compile a candidate (None: the step as it was given) for the target."""
         if prepared.target.name != resolve_target(None).name:
             return self._measure_elsewhere(prepared, solution)
-        if solution is None:
-            return _compile(jax.jit(self._fun, **self._jit_options()), args, kwargs, prepared.target)
-        if id(prepared.captured.traced.jaxpr) in self._written:
-            self._forget_compiled()  # this jit holds another candidate for the same signature
+        if solution is None and self._settings.budget.fraction is not None:
+            # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
+            return _compile(jax.jit(self._fun, **self._jit_options(True)), args, kwargs, prepared.target)
+        solution = solution or prepared.problem.plain
+        with_ours = not _runs_as_given(solution)
+        if with_ours != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:
+            self._forget_compiled(with_ours)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
             return _compile(self._jitted or self._make_jitted(), args, kwargs, prepared.target)
 
@@ -237,9 +245,10 @@ class OptimizedFunction:
         finally:
             self._handed.candidate = None
 
-    def _forget_compiled(self) -> None:
+    def _forget_compiled(self, with_ours: bool = False) -> None:
         self._jitted = None
         self._written = {}
+        self._with_ours = with_ours
 
     # Writing, while jax.jit traces
 
@@ -247,11 +256,13 @@ class OptimizedFunction:
         with self._lock:
             if self._jitted is None:
                 self._written = {}
-                self._jitted = jax.jit(self._standing_for(self._write), **self._jit_options())
+                self._jitted = jax.jit(self._standing_for(self._write), **self._jit_options(self._with_ours))
             return self._jitted
 
-    def _jit_options(self) -> dict[str, Any]:
+    def _jit_options(self, with_ours: bool) -> dict[str, Any]:
         options = dict(self._options)
+        if not with_ours:
+            return options
         ours = compiler_options_for(platform_of(options), options.get("compiler_options"))
         if ours:
             options["compiler_options"] = ours
@@ -264,6 +275,10 @@ class OptimizedFunction:
         def standing(*args, **kwargs):
             return write(args, kwargs)
 
+        named = self._fun
+        while isinstance(named, functools.partial):
+            named = named.func
+        standing.__name__ = getattr(named, "__name__", type(named).__name__)
         return standing
 
     def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
@@ -281,7 +296,7 @@ class OptimizedFunction:
         traced = self._plain.trace(*args, **kwargs)
         prepared, solution = self._candidate(traced)
         self._written[id(traced.jaxpr)] = solution
-        if not solution.schedule.recomputed:
+        if _runs_as_given(solution):
             return self._fun(*args, **kwargs)
         try:
             results = prepared.emit(solution, dynamic_leaves(args, kwargs))
@@ -296,7 +311,7 @@ class OptimizedFunction:
 
     def _call_inside(self, args: tuple, kwargs: dict) -> Any:
         decision = self._decision(args, kwargs)
-        if not decision.solution.schedule.recomputed:
+        if _runs_as_given(decision.solution):
             return self._plain(*args, **kwargs)
         if platform_of(self._options) == "cpu":
             self._warn(
@@ -349,6 +364,10 @@ def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str
     if options:
         merged["compiler_options"] = options
     return merged
+
+
+def _runs_as_given(solution: Solution) -> bool:
+    return not solution.schedule.recomputed
 
 
 def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any]:

@@ -62,7 +62,7 @@ class Plan:
         plain_measured: the compiler's figures of the step as it was given, where it was compiled.
         versions: versions of remat_opt, jax and jaxlib that planned.
         note: why the plan is as it is, in a sentence, where there is something to say.
-        edited: the saved set was edited by hand; schedule and figures are those of before.
+        saved_digest: of the saved set that the schedule was made for.
     """
 
     fingerprint: str
@@ -77,14 +77,19 @@ class Plan:
     predicted: Prediction
     measured: Figures | None = None
     plain_measured: Figures | None = None
-    versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     note: str = ""
-    edited: bool = False
+    saved_digest: str = ""
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is recomputed: the step runs as it was given."""
         return not self.schedule.recomputed
+
+    @property
+    def edited(self) -> bool:
+        """Whether the saved set was edited by hand; schedule and figures are then those of before."""
+        return digest(self.saved) != self.saved_digest
 
     def to_json(self) -> str:
         """The plan as text; `from_json` gives it back."""
@@ -97,7 +102,7 @@ class Plan:
             "solver": self.solver,
             "budget": self.budget,
             "saved": list(self.saved),
-            "saved_digest": _digest(self.saved),
+            "saved_digest": self.saved_digest,
             "choice": {
                 "saved": sorted(self.choice.saved),
                 "turning_points": list(self.choice.turning_points),
@@ -133,7 +138,7 @@ class Plan:
             )
         try:
             return cls._from_document(document)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise PlanError(
                 f"expected a whole plan, as plan.save(path) writes it; {type(error).__name__} at {error}. "
                 "Plan again with step.plan(*args).save(path)"
@@ -152,14 +157,18 @@ class Plan:
             solver=document["solver"],
             budget=document["budget"],
             saved=saved,
-            choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
+            choice=Choice(
+                frozenset(map(int, choice["saved"])),
+                tuple(map(int, choice["turning_points"])),
+                tuple(map(int, choice["cuts"])),
+            ),
             schedule=Schedule(runs),
             predicted=Prediction(**document["predicted"]),
             measured=document["measured"] and Figures.from_json(document["measured"]),
             plain_measured=document["plain_measured"] and Figures.from_json(document["plain_measured"]),
-            versions=document["versions"],
+            versions=dict(document["versions"]),
             note=document["note"],
-            edited=_digest(saved) != document["saved_digest"],
+            saved_digest=document["saved_digest"],
         )
 
     def save(self, path: str | Path) -> None:
@@ -172,7 +181,8 @@ class Plan:
         return cls.from_json(Path(path).read_text(encoding="utf-8"))
 
 
-def _digest(names: tuple[str, ...]) -> str:
+def digest(names: tuple[str, ...]) -> str:
+    """A short fingerprint of a saved set."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,7 +21,7 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
-from remat_opt.plan import Plan, PlanError, Prediction
+from remat_opt.plan import Plan, PlanError, Prediction, digest
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.names import name_values
@@ -68,6 +69,11 @@ def check_settings(
         raise ValueError(f"expected on_error='raise' or on_error='plain'; got {on_error!r}")
     if plan is not None and not isinstance(plan, Plan):
         raise TypeError(f"expected a Plan, as step.plan(*args) or Plan.load(path) gives it; got {type(plan).__name__}")
+    if plan is not None and budget is not None:
+        raise ValueError(
+            f"expected a plan or a budget, got both (budget={budget!r}): a plan is what was found for its own budget. "
+            "Write optimize(fun, plan=plan), or optimize(fun, budget=...) to search again"
+        )
     if target is not None:
         resolve_target(target)  # an unknown name is an error now, not at the first call
     return Settings(parse_budget(budget), budget, target, solver, plan, verify, keep_user_checkpoints, on_error)
@@ -208,7 +214,7 @@ class _Decider:
         clear = solution.peak <= TOO_CLOSE_TO_CALL * plain_peak
         if self.compile is None or (clear and not self.prepared.captured.program.entered_checkpoints):
             return self.decision(solution)
-        figures, plain = self.measure(solution), self.measure(None)
+        plain, figures = self.measure(None), self.measure(solution)
         if figures.temp_bytes < plain.temp_bytes:
             return self.decision(solution, figures)
         return self.plain(
@@ -222,10 +228,11 @@ class _Decider:
         if self.compile is None:
             return self.keep_budget_unverified()
         fraction = self.settings.budget.fraction
+        if fraction == 1.0:
+            figures = self.measure(self.prepared.problem.plain)
+            return self.plain("a budget of 1.0 is what the step as it was given needs", figures)
         if fraction is not None:
             allowed = int(fraction * self.measure(None).temp_bytes)
-            if fraction == 1.0:
-                return self.plain("the whole budget is granted")
         else:
             assert self.settings.budget.physical_bytes is not None
             allowed = self.settings.budget.physical_bytes
@@ -238,9 +245,10 @@ class _Decider:
     def tighten(self, allowed: int) -> Decision:
         """Search under the budget, compile, and search again under less where the compiler needs more."""
         limit = allowed if self.settings.budget.fraction is not None else allowed - self.fixed_bytes()
-        least: int | None = None
-        for _ in range(MOST_ATTEMPTS):
-            solution = self.search(max(limit, 0))
+        least = self.counted(self.plain_figures) if self.plain_figures is not None else None
+        for attempt in range(MOST_ATTEMPTS):
+            # The last attempt is the least memory that the search knows, whatever the model says of it.
+            solution = self.search(max(limit, 0) if attempt < MOST_ATTEMPTS - 1 else None)
             figures = self.measure(solution)
             needed = self.counted(figures)
             if needed <= allowed:
@@ -250,17 +258,22 @@ class _Decider:
                 break  # the search gave its least already
             over = needed - allowed
             limit = min(int(solution.peak * allowed / needed), solution.peak - over // 2) - 1
+        assert least is not None
         raise InfeasibleBudget(
             f"expected a budget of at least {least} bytes, got {self.settings.asked_budget!r} ({allowed} bytes"
             f"{' of temporary memory' if self.settings.budget.fraction is not None else ''}): the least that was "
-            f"found needs {least}. Write budget={self.attainable(least or 0)}, or budget=None for the least memory",
-            least or 0,
+            f"found needs {least}. Write {self.attainable(least)}",
+            least,
         )
 
     def attainable(self, least: int) -> str:
-        if self.settings.budget.fraction is None or self.plain_figures is None:
-            return str(least)
-        return f"{least / self.plain_figures.temp_bytes + 0.005:.2f}"
+        """The argument that would have worked, for an error's text."""
+        if self.settings.budget.fraction is None:
+            return f"budget={least}, or budget=None for the least memory"
+        plain = self.plain_figures.temp_bytes if self.plain_figures is not None else 0
+        if least >= plain:
+            return "budget=1.0, the step as it was given: nothing that was found needs less"
+        return f"budget={math.ceil(100 * least / plain) / 100:.2f}, or budget=None for the least memory"
 
     def counted(self, figures: Figures) -> int:
         """The figure that the budget bounds."""
@@ -293,18 +306,28 @@ class _Decider:
 
     def take_over(self, plan: Plan) -> Decision:
         check_fit(self.prepared, plan)
-        problem = self.prepared.problem
-        if plan.edited:
-            solution = problem.solution(self.choice_of(plan))
-        else:
-            liveness = simulate(problem.graph, plan.schedule)
-            solution = Solution(plan.choice, plan.schedule, liveness, plan.schedule.extra_seconds(problem.graph))
+        try:
+            solution = self.solution_of(plan)
+        except (ValueError, IndexError, KeyError) as error:
+            if isinstance(error, PlanError):
+                raise
+            raise PlanError(
+                f"expected a schedule of this program, found a damaged one: {error}. Plan again with "
+                "step.plan(*args).save(path)"
+            ) from error
         here = versions()
         elsewhere = [f"{name} {found}" for name, found in plan.versions.items() if here.get(name) != found]
         if plan.target != self.prepared.target.name:
             elsewhere.append(f"target {plan.target}")
         note = f"planned with {', '.join(elsewhere)}; its figures are from there" if elsewhere else plan.note
         return self.decision(solution, plan.measured if not plan.edited else None, note=note)
+
+    def solution_of(self, plan: Plan) -> Solution:
+        problem = self.prepared.problem
+        if plan.edited:
+            return problem.solution(self.choice_of(plan))
+        liveness = simulate(problem.graph, plan.schedule)
+        return Solution(plan.choice, plan.schedule, liveness, plan.schedule.extra_seconds(problem.graph))
 
     def choice_of(self, plan: Plan) -> Choice:
         program = self.prepared.captured.program
@@ -335,6 +358,7 @@ class _Decider:
             seconds=graph.seconds,
             extra_seconds=solution.extra_seconds,
         )
+        saved = tuple(names[value] for value in sorted(names))
         plan = Plan(
             fingerprint=prepared.fingerprint,
             inputs=prepared.inputs,
@@ -342,7 +366,8 @@ class _Decider:
             target=prepared.target.name,
             solver=self.settings.solver,
             budget=self.settings.asked_budget,
-            saved=tuple(names[value] for value in sorted(names)),
+            saved=saved,
+            saved_digest=digest(saved),
             choice=solution.choice,
             schedule=solution.schedule,
             predicted=predicted,

@@ -91,18 +91,25 @@ def test_the_tables_show_the_same_figures(ran: Ran) -> None:
 # Comparing states
 
 
+class State(NamedTuple):
+    params: Any
+    momentum: Any
+
+
 def test_identical_states_differ_by_nothing() -> None:
-    state = [np.array([1.0, np.nan], np.float32), np.array([], np.int32)]
-    assert demo.difference_of(state, state) == demo.Difference(arrays=2, differing=0, largest=0.0)
+    state = State([np.array([1.0, np.nan], np.float32)], {"a": np.array([], np.int32)})
+    assert demo.difference_of(state, state) == demo.Difference(2, 0, largest=0.0, largest_parameter=0.0)
 
 
 def test_the_largest_difference_is_over_all_arrays() -> None:
-    found = [np.array([1.0, 2.0]), np.array([3])]
-    assert demo.difference_of(found, [np.array([1.0, 2.5]), np.array([5])]) == demo.Difference(2, 2, 2.0)
+    found, expected = State(np.array([1.0, 2.0]), np.array([3])), State(np.array([1.0, 2.5]), np.array([5]))
+    assert demo.difference_of(found, expected) == demo.Difference(2, 2, largest=2.0, largest_parameter=0.5)
 
 
 def test_a_nan_is_a_difference() -> None:
-    assert np.isnan(demo.difference_of([np.array([np.nan])], [np.array([1.0])]).largest)
+    difference = demo.difference_of(State(np.array([np.nan]), []), State(np.array([1.0]), []))
+    assert difference.differing == 1
+    assert np.isnan(difference.largest)
 
 
 # Wrong usage

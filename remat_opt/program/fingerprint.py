@@ -62,6 +62,10 @@ def _param(value: Any) -> str:
         return f"<{_jaxpr(value)}>"
     if isinstance(value, (tuple, list)):
         return f"({','.join(map(_param, value))})"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{','.join(sorted(map(_param, value)))}}}"
+    if isinstance(value, dict):
+        return f"{{{','.join(sorted(f'{_param(k)}:{_param(v)}' for k, v in value.items()))}}}"
     if isinstance(value, np.ndarray):
         return _array(value)
     if callable(value) and hasattr(value, "__qualname__"):

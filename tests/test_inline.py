@@ -1,0 +1,303 @@
+"""Inlining: calls are entered, copies merged, dead equations dropped, effects kept; the results stay the same."""
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import primitives
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+
+from remat_opt.program import compat
+from remat_opt.program.inline import Constant, Equation, Program, inline
+
+pytestmark = pytest.mark.short
+
+CALLS = {
+    primitives.jit_p,
+    primitives.remat_p,
+    primitives.custom_jvp_call_p,
+    primitives.custom_vjp_call_p,
+    primitives.call_p,
+    primitives.closed_call_p,
+}
+X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
+
+
+def inlined(fun: Callable, *arguments: Any, **options: Any) -> Program:
+    return inline(jax.make_jaxpr(fun)(*arguments), **options)
+
+
+def evaluate(program: Program, *arguments: Any) -> list[Any]:
+    """One equation after the other."""
+    environment = dict(zip(program.inputs, jax.tree.leaves(arguments), strict=True)) | dict(program.constants)
+
+    def read(atom: int | Constant) -> Any:
+        return atom.value if isinstance(atom, Constant) else environment[atom]
+
+    for equation in program.equations:
+        results = compat.bind_equation(equation.primitive, equation.params, list(map(read, equation.inputs)))
+        environment.update(zip(equation.outputs, results, strict=True))
+    return list(map(read, program.outputs))
+
+
+def names(program: Program) -> list[str]:
+    return [equation.primitive.name for equation in program.equations]
+
+
+def assert_flat_and_equal(fun: Callable, *arguments: Any) -> Program:
+    program = inlined(fun, *arguments)
+    assert not CALLS.intersection(equation.primitive for equation in program.equations)
+    expected, got = jax.tree.leaves(fun(*arguments)), evaluate(program, *arguments)
+    assert [np.shape(x) for x in got] == [np.shape(x) for x in expected]
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+    return program
+
+
+@jax.custom_jvp
+def soft(x):
+    return jnp.log1p(jnp.exp(x))
+
+
+@soft.defjvp
+def _(primals, tangents):
+    (x,), (t,) = primals, tangents
+    return soft(x), t * jax.nn.sigmoid(x)
+
+
+@jax.custom_vjp
+def halved(x):
+    return jnp.sin(x)
+
+
+halved.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (0.5 * g * jnp.cos(x),))
+
+
+def nested(x):
+    """Every call that is entered, one inside the other."""
+    inner = jax.jit(lambda y: halved(soft(y)) * 2.0)
+    middle = jax.checkpoint(lambda y: jax.jit(lambda z: inner(z) + 1.0)(jnp.tanh(y)))
+    return jnp.sum(jax.jit(middle)(x) ** 2)
+
+
+@pytest.mark.parametrize(
+    "fun", [nested, jax.grad(nested), jax.value_and_grad(nested), jax.hessian(nested)], ids=["f", "g", "vg", "hessian"]
+)
+def test_nested_calls_are_flattened_and_compute_the_same(fun: Callable) -> None:
+    assert_flat_and_equal(fun, X)
+
+
+def test_a_custom_rule_is_the_one_that_differentiation_took() -> None:
+    program = inlined(jax.grad(lambda x: halved(x)), 1.0)
+    np.testing.assert_allclose(evaluate(program, 1.0), [0.5 * np.cos(1.0)], rtol=1e-6)
+
+
+def test_operands_and_results_of_a_call_find_their_places() -> None:
+    swap = jax.jit(lambda a, b, c: (c, a, 2.0, b - a))
+    assert_flat_and_equal(lambda a, b, c: [swap(a, b, c), swap(c, a, b)[::-1]], 1.0, 20.0, 300.0)
+
+
+def test_an_argument_may_be_returned_and_a_number_too() -> None:
+    program = inlined(lambda x, y: (y, 3.0, x, y), 1.0, 2.0)
+    assert program.equations == ()
+    assert evaluate(program, 1.0, 2.0) == [2.0, 3.0, 1.0, 2.0]
+
+
+def mlp_step(wrap: Callable) -> Callable:
+    """An SGD step on four tanh layers, each wrapped."""
+
+    def layer(w: jax.Array, x: jax.Array) -> jax.Array:
+        return checkpoint_name(jnp.tanh(jax.nn.gelu(x @ w) + 1.0), "layer")
+
+    def loss(weights: list[jax.Array], x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = wrap(layer)(w, x)
+        return jnp.mean(x**2)
+
+    def step(weights: list[jax.Array], x: jax.Array) -> Any:
+        value, grads = jax.value_and_grad(loss)(weights, x)
+        return [w - 0.1 * g for w, g in zip(weights, grads, strict=True)], value
+
+    return step
+
+
+WEIGHTS = [jnp.eye(3) + 0.1 * i for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        jax.checkpoint,
+        lambda f: jax.checkpoint(jax.checkpoint(f)),
+        lambda f: jax.jit(jax.checkpoint(jax.jit(f))),
+        lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.dots_saveable),
+        lambda f: jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("layer")),
+    ],
+    ids=["each layer", "nested", "with jit", "dots", "names"],
+)
+def test_the_copy_that_a_users_checkpoint_left_is_merged(wrap: Callable) -> None:
+    program = assert_flat_and_equal(mlp_step(wrap), WEIGHTS, X)
+    without = inlined(mlp_step(lambda f: f), WEIGHTS, X)
+    assert names(program).count("dot_general") == names(without).count("dot_general") == 3 * 4 - 1
+    assert Counter(names(program)) == Counter(names(without))
+    assert program.entered_checkpoints
+    assert not without.entered_checkpoints
+
+
+def test_a_users_checkpoint_can_be_kept() -> None:
+    program = inlined(mlp_step(jax.checkpoint), WEIGHTS, X, keep_checkpoints=True)
+    assert names(program).count(primitives.remat_p.name) == 4
+    assert not program.entered_checkpoints
+    expected = jax.tree.leaves(mlp_step(jax.checkpoint)(WEIGHTS, X))
+    for got, leaf in zip(evaluate(program, WEIGHTS, X), expected, strict=True):
+        np.testing.assert_allclose(got, leaf, rtol=1e-6)
+
+
+def test_a_checkpoint_that_offloads_is_kept_in_any_case() -> None:
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=["layer"], offload_src="device", offload_dst="pinned_host"
+    )
+    program = inlined(mlp_step(lambda f: jax.checkpoint(f, policy=policy)), WEIGHTS, X)
+    assert names(program).count(primitives.remat_p.name) == 4
+
+
+def test_equal_equations_are_one_and_different_ones_are_not() -> None:
+    def fun(x, i):
+        same = jnp.sin(x) + jnp.sin(x)
+        axes = x.sum(0).sum() + x.sum(1).sum()  # other parameters
+        literals = (x * 2.0).sum() + (x * 3.0).sum() + (i * 2).sum()  # other operands, other types
+        return same.sum() + axes + literals
+
+    program = assert_flat_and_equal(fun, X, jnp.arange(3))
+    assert names(program).count("sin") == 1
+    assert len([e for e in program.equations if e.primitive is primitives.reduce_sum_p and e.params["axes"] != (0, 1)]) > 2
+    assert names(program).count("mul") == 3
+
+
+def test_zeros_of_other_signs_are_not_merged() -> None:
+    program = inlined(lambda x: (x / 0.0, x / -0.0), 1.0)
+    assert evaluate(program, 1.0) == [np.inf, -np.inf]
+
+
+def test_random_numbers_are_merged_by_their_key() -> None:
+    def fun(key, other):
+        return [jax.random.normal(k, (2,)) for k in (key, other, key)]
+
+    program = assert_flat_and_equal(fun, jax.random.key(0), jax.random.key(1))
+    assert names(program).count("random_bits") == 2
+
+
+def test_results_that_nobody_wants_are_not_computed() -> None:
+    def fun(x):
+        jnp.exp(x).sum()
+        kept, _ = jax.jit(lambda y: (jnp.sin(y), jnp.cos(jnp.tan(y))))(x)
+        return kept
+
+    assert names(inlined(fun, X)) == ["sin"]
+
+
+def test_prints_stay_once_each_and_in_order(capfd) -> None:
+    def fun(x):
+        jax.debug.print("first {}", x)
+        jax.jit(lambda y: jax.debug.print("second {}", y))(x)
+        jax.checkpoint(lambda y: jax.debug.print("second {}", y))(x)  # the same again is printed again
+        jax.debug.print("third", ordered=True)
+        return x
+
+    program = inlined(fun, 1.0)
+    assert len(program.equations) == 4
+    assert len(program.effects) == 2
+    evaluate(program, 1.0)
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n")[:4] == ["first 1.0", "second 1.0", "second 1.0", "third"]
+
+
+def test_what_an_effect_reads_is_kept() -> None:
+    program = inlined(lambda x: jax.debug.print("{}", jnp.exp(x)), 1.0)
+    assert names(program)[0] == "exp"
+
+
+def test_random_state_of_the_device_is_drawn_twice() -> None:
+    def fun(low, high):
+        draw = primitives.rng_uniform_p.bind
+        return draw(low, high, shape=(2,)), draw(low, high, shape=(2,))
+
+    assert len(inlined(fun, 0.0, 1.0).equations) == 2
+
+
+def test_arrays_of_the_closure_are_bound_once() -> None:
+    table = jnp.arange(3.0)
+    host = np.arange(3.0, dtype=np.float32) * 10
+
+    def fun(x):
+        first = jax.jit(lambda y: y * table + host)(x)
+        return jax.checkpoint(lambda y: y + table)(first) - host
+
+    program = assert_flat_and_equal(fun, X)
+    assert len(program.inputs) == 1
+    assert len(program.constants) == 2
+    assert names(program).count("mul") == 1
+
+
+@pytest.mark.parametrize("side", ["in_shardings", "out_shardings"])
+def test_a_jit_with_shardings_stays_one_equation(side: str) -> None:
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+    for sharding in (NamedSharding(mesh, PartitionSpec("data")), SingleDeviceSharding(jax.devices()[0])):
+        fun = jax.jit(lambda x: jnp.sin(x) * 2.0, **{side: sharding})
+        program = inlined(lambda x, fun=fun: fun(x) + 1.0, X)
+        assert names(program) == [primitives.jit_p.name, "add"]
+
+
+def test_loops_and_branches_stay_one_equation() -> None:
+    def fun(x):
+        total, _ = lax.scan(lambda c, row: (jax.jit(jnp.sin)(c) + row, None), jnp.zeros(3), x)
+        total = lax.cond(total[0] > 0, jnp.sin, jnp.cos, total)
+        return lax.while_loop(lambda c: c[0] < 3.0, lambda c: c + 1.0, total)
+
+    program = assert_flat_and_equal(fun, X)
+    assert {"scan", "cond", "while"} <= {*names(program)}
+
+
+def stack_of(equation: Equation) -> str:
+    return str(equation.source_info.name_stack)
+
+
+def test_name_stacks_keep_the_outer_names() -> None:
+    @jax.jit
+    def attention(x):
+        with jax.named_scope("scores"):
+            return jax.jit(inner)(x)
+
+    def inner(x):
+        with jax.named_scope("inside"):
+            return jnp.sin(x)
+
+    def fun(x):
+        with jax.named_scope("block"):
+            return attention(x) + 1.0
+
+    program = inlined(fun, X)
+    sin, add = program.equations
+    places = [stack_of(sin).index(name) for name in ("block", "attention", "scores", "inner", "inside")]
+    assert places == sorted(places)
+    assert "block" in stack_of(add)
+    assert "attention" not in stack_of(add)
+
+
+def test_transformations_stay_in_the_name_stack() -> None:
+    program = inlined(jax.grad(lambda x: jnp.sum(jax.jit(jnp.sin)(x))), X)
+    assert any("transpose" in stack_of(equation) for equation in program.equations)
+
+
+def test_inlining_a_flat_program_changes_nothing() -> None:
+    def flat(x):
+        return jnp.sin(x) * 2.0, lax.dot(x, x.T)
+
+    jaxpr = jax.make_jaxpr(flat)(X)
+    assert names(inline(jaxpr)) == [equation.primitive.name for equation in jaxpr.jaxpr.eqns]
