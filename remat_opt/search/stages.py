@@ -204,9 +204,14 @@ class _Nesting:
         kept = {value for index in sweep.stages for value in self.stages.values(index)}
         targets = {value for value in kept if self.last_read[value] >= position}
         # A stage behind a kept one starts from that one's results.
-        starts = (*sweep.inputs, *(index + 1 for index in sweep.stages if index < stage))
-        targets.update(value for start in starts for value in self.stages.cuts.crossing(start))
+        for start in (*sweep.inputs, *(index + 1 for index in sweep.stages if index < stage)):
+            targets.update(self.read_by(start, stage))
         return {value for value in targets if not self.has(value)}
+
+    def read_by(self, first: int, last: int) -> set[int]:
+        """What the stages from `first` to `last` read of earlier ones."""
+        ops = [op for stage in range(first, last + 1) for op in self.stages.ops(stage)]
+        return {v for op in ops for v in self.graph.ops[op].inputs if self.made_at[v] < self.starts[first]}
 
     def making(self, targets: Iterable[int]) -> tuple[int, ...]:
         """The ops that make values from what is held, in order."""

@@ -1,0 +1,76 @@
+"""Temporary memory of one example network, as compilers report it: plain, `nn.remat` by hand, and ours.
+
+    python -m benchmarks.compiled_memory resnet50 --batch 64 --size 224 --target h200
+
+Nothing runs and nothing is allocated, so the device need not be here (extras `cuda-aot`, `tpu-aot`). Figures for an
+absent GPU are without autotuning and its scratch memory. The step is float32, SGD with momentum, its state donated.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+
+import jax
+
+from remat_opt import optimize
+from remat_opt.examples import NETWORKS, image_classifier
+from remat_opt.program import compat
+from remat_opt.targets import TARGETS, Figures, measure_flat, resolve_target
+from remat_opt.targets.options import compiler_options_for
+
+VARIANTS = ("plain", "nn.remat", "remat_opt")
+
+
+def measure_variant(name: str, variant: str, *, batch: int, size: int, target: str) -> Figures:
+    """Compile one variant of a network's training step for a target and read the compiler's figures.
+
+    Args:
+        name: one of `NETWORKS`.
+        variant: one of `VARIANTS`.
+        batch: images in a batch.
+        size: pixels of an image's side.
+        target: one of `TARGETS`.
+    """
+    example = image_classifier(name, batch=batch, size=size, remat=variant == "nn.remat")
+    jitted = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
+    if variant == "remat_opt":
+        jitted = optimize(jitted, target=target)
+    traced = jitted.trace(*example.abstract_args)
+    donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
+    platform = resolve_target(target).platform
+    return measure_flat(
+        compat.function_of_jaxpr(traced),
+        [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jax.tree.leaves(example.abstract_args)],
+        donated=donated,
+        target=target,
+        compiler_options=None if variant == "plain" else compiler_options_for(platform),
+    )
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("network", choices=sorted(NETWORKS))
+    parser.add_argument("--batch", type=int, default=64)
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--target", choices=sorted(TARGETS), default="h200")
+    parser.add_argument("--json", metavar="FILE", help="write the figures of all variants to a file")
+    options = parser.parse_args()
+    measure = functools.partial(
+        measure_variant, options.network, batch=options.batch, size=options.size, target=options.target
+    )
+    results: dict[str, Figures] = {}
+    for variant in VARIANTS:
+        figures = results[variant] = measure(variant)
+        share = figures.temp_bytes / results["plain"].temp_bytes
+        note = "" if figures.autotuned else " (without autotuning)"
+        print(f"{variant:10} {figures.temp_bytes / 1e6:9.1f} MB  {share:6.1%} of plain{note}", flush=True)
+    if options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            json.dump({variant: figures.as_json() for variant, figures in results.items()}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""Checkpoints at a limit of bytes: Chen, Xu, Zhang, Guestrin 2016, "Training deep nets with sublinear memory cost"
+(arXiv:1604.06174), section 4.
+
+*A chain of n equal layers*: a checkpoint every √n layers needs memory for O(√n) of them and one more forward pass
+(`square_root_split`).
+
+*Any graph*, their algorithm 3 (`close_segments`): walk a topological order, sum the bytes since the last checkpoint, and
+close the segment at the next allowed split where the sum passes a limit B. With x, the bytes of the checkpoints, and y,
+the bytes of the largest segment, of the run with B = 0, the limits of a grid between B₀/√2 and √2·B₀, B₀ = √(x·y), are
+tried, and the best is kept. Best is what the liveness model says; the bytes that are summed are those that the plain
+step keeps for its backward; the allowed splits are the positions where few bytes cross.
+
+*Under a budget*, two of the paper's remarks become candidates: longer segments (a larger B: the last segment is never
+recomputed, so that it also takes less time), and to drop cheap results only, so that of a recomputed segment the results
+of convolutions and products stay saved.
+
+Gaps: the paper walks the whole forward, and here it ends at the plain step's peak, of which there is one; the recursion
+to O(log n) memory is left to `rotor`; in-place operation and memory sharing are the compiler's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Sequence
+
+from remat_opt.graph.derive import Choice
+from remat_opt.graph.graph import Kind
+from remat_opt.search.cuts import MOST_CUTS
+from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.stages import Stages, best_of, segments_choice, stages_before_peak
+
+GRID = 8
+
+
+def solve(problem: Problem, budget: int | None) -> Solution:
+    """See `Solver`."""
+    stages = stages_before_peak(problem, MOST_CUTS)
+    if stages is None or (budget is not None and problem.plain.peak <= budget):
+        return problem.plain
+    choices = list(dict.fromkeys(_choices(stages, budget)))
+    return best_of(problem, map(problem.solution, choices), budget)
+
+
+def square_root_split(layers: int) -> tuple[int, ...]:
+    """Where segments of ⌊√n⌋ layers end: the indices of the layers that begin the next ones."""
+    return tuple(range(math.isqrt(layers), layers, math.isqrt(layers))) if layers else ()
+
+
+def close_segments(sizes: Sequence[int], limit: float) -> tuple[int, ...]:
+    """One walk of algorithm 3.
+
+    Args:
+        sizes: bytes between neighbouring allowed splits.
+        limit: B, in bytes.
+
+    Returns:
+        Where segments end, as indices into `sizes` of what begins the next ones; the end of all is not among them.
+    """
+    ends: list[int] = []
+    since = 0
+    for index, size in enumerate(sizes[:-1]):
+        since += size
+        if since > limit:
+            ends.append(index + 1)
+            since = 0
+    return tuple(ends)
+
+
+def largest_segment(sizes: Sequence[int], ends: Sequence[int]) -> int:
+    """y: the bytes of the largest segment."""
+    bounds = (0, *ends, len(sizes))
+    return max(sum(sizes[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+
+
+def limits(checkpoints: int, largest: int, count: int = GRID) -> tuple[float, ...]:
+    """The grid: `count` limits in bytes from B₀/√2 to √2·B₀, each the same factor above the one before.
+
+    Args:
+        checkpoints: x, bytes of the checkpoints of the run with B = 0.
+        largest: y, bytes of its largest segment.
+        count: how many limits, at least 2.
+    """
+    middle = math.sqrt(checkpoints * largest)
+    return tuple(middle * 2 ** (step / (count - 1) - 0.5) for step in range(count))
+
+
+def _choices(stages: Stages, budget: int | None) -> Iterator[Choice]:
+    sizes = [stages.costs.residual_bytes(k, k + 1 if k + 1 < len(stages) else None) for k in range(len(stages))]
+    at_zero = close_segments(sizes, 0)
+    grid = limits(_checkpoint_bytes(stages, at_zero), largest_segment(sizes, at_zero))
+    if budget is not None:
+        grid = (*grid, *_longer(grid[-1], sum(sizes)))
+    for ends in (square_root_split(len(stages)), *(close_segments(sizes, limit) for limit in grid)):
+        choice = segments_choice(stages, ends)
+        yield choice
+        if budget is not None:
+            yield _with_dear_results(stages, choice)
+
+
+def _checkpoint_bytes(stages: Stages, ends: Sequence[int]) -> int:
+    starts = (0, *ends[:-1])
+    return sum(stages.costs.crossing_bytes(start, end) for start, end in zip(starts, ends, strict=True))
+
+
+def _longer(limit: float, total: int) -> Iterator[float]:
+    """Limits above the grid, up to all bytes."""
+    while 0 < limit < total:
+        limit *= math.sqrt(2)
+        yield limit
+
+
+def _with_dear_results(stages: Stages, choice: Choice) -> Choice:
+    graph = stages.problem.graph
+    end = max(choice.turning_points, default=0)
+    ops = [graph.ops[op] for op in stages.problem.order[:end]]
+    dear = frozenset(v for op in ops if op.kind in (Kind.CONTRACTION, Kind.OPAQUE) for v in op.outputs)
+    return dataclasses.replace(choice, saved=choice.saved | dear)
