@@ -13,7 +13,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 
@@ -127,7 +127,7 @@ def _adapt_nnx(wrapper: Any, optimize: Optimize) -> AdaptedFunction:
     pure = compat.describe_jit(inner_jit).fun
     if getattr(pure, "ctxtag", None) is wrapper:
         # nnx ties a call to its trace by this tag, so the twin needs a pure function tagged with itself.
-        pure = dataclasses.replace(pure, ctxtag=twin)
+        pure = dataclasses.replace(cast(Any, pure), ctxtag=twin)
     inner = _InnerFunction(optimize(jax.jit(pure, **compat.describe_jit(inner_jit).options)))
     twin.jitted_fn = inner
     return AdaptedFunction(twin, inner)

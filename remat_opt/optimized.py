@@ -57,7 +57,7 @@ class OptimizedFunction:
         self._settings = settings
         self._options = options
         self._plain = jax.jit(fun, **options)
-        self._jitted: Callable | None = None
+        self._jitted: Any = None
         self._inner = jax.jit(self._standing_for(self._write_inside), **options)
         self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
         self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
@@ -87,8 +87,8 @@ class OptimizedFunction:
         if self._delegate is not None:
             return self._delegate(*args, **kwargs)
         if not compat.outside_of_any_trace():
-            if self._is_for_modules(args, kwargs):
-                return self._delegate(*args, **kwargs)
+            if delegate := self._for_modules(args, kwargs):
+                return delegate(*args, **kwargs)
             return self._call_inside(args, kwargs)
         try:
             return (self._jitted or self._make_jitted())(*args, **kwargs)
@@ -97,15 +97,15 @@ class OptimizedFunction:
         except Exception:
             if not takes_modules(args, kwargs):  # as trees of arrays modules may not even trace
                 raise
-        if self._is_for_modules(args, kwargs):
-            return self._delegate(*args, **kwargs)
+        if delegate := self._for_modules(args, kwargs):
+            return delegate(*args, **kwargs)
         return self._with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs)
 
-    def _is_for_modules(self, args: tuple, kwargs: dict) -> bool:
-        """Whether calls go through `nnx.jit`: from the first one with an nnx module on."""
+    def _for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
+        """What stands in for this function from the first call with an nnx module on: the same through `nnx.jit`."""
         if self._delegate is None and takes_modules(args, kwargs):
             self._delegate = adapt_function_of_modules(self._fun, self._optimize_inner, self._options)
-        return self._delegate is not None
+        return self._delegate
 
     def _optimize_inner(self, jitted: Callable) -> OptimizedFunction:
         description = compat.describe_jit(jitted)
@@ -113,38 +113,38 @@ class OptimizedFunction:
 
     def lower(self, *args, **kwargs):
         """As `jax.jit(fun).lower`: the optimised step, lowered for these arguments."""
-        if self._is_for_modules(args, kwargs):
-            return self._delegate.lower(*args, **kwargs)
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.lower(*args, **kwargs)
         return self._with_plan(lambda jitted: jitted.lower(*args, **kwargs), args, kwargs)
 
     def trace(self, *args, **kwargs):
         """As `jax.jit(fun).trace`: the optimised step, traced for these arguments."""
-        if self._is_for_modules(args, kwargs):
-            return self._delegate.trace(*args, **kwargs)
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.trace(*args, **kwargs)
         return self._with_plan(lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
 
     def eval_shape(self, *args, **kwargs):
         """As `jax.jit(fun).eval_shape`; nothing is planned."""
-        if self._is_for_modules(args, kwargs):
-            return self._delegate.eval_shape(*args, **kwargs)
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.eval_shape(*args, **kwargs)
         return self._plain.eval_shape(*args, **kwargs)
 
     def jaxpr(self, *args, **kwargs):
         """The closed jaxpr of the optimised step; each recomputed segment is one `checkpoint` equation."""
-        if self._is_for_modules(args, kwargs):
-            return self._delegate.jaxpr(*args, **kwargs)
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.jaxpr(*args, **kwargs)
         return self.trace(*args, **kwargs).jaxpr
 
     def plan(self, *args, **kwargs) -> Plan:
         """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
-        if self._is_for_modules(args, kwargs):
-            return self._delegate.plan(*args, **kwargs)
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.plan(*args, **kwargs)
         return self._decision(args, kwargs).plan
 
     def explain(self, *args, **kwargs) -> Explanation:
         """What is saved, what is recomputed, why, and what it costs; `print` it, or `.save("picture.png")`."""
-        if self._is_for_modules(args, kwargs):
-            return self._delegate.explain(*args, **kwargs)
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.explain(*args, **kwargs)
         decision = self._decision(args, kwargs)
         prepared, solution = decision.prepared, decision.solution
         return explain(
@@ -165,7 +165,7 @@ class OptimizedFunction:
 
     # Planning on a miss
 
-    def _with_plan(self, use: Callable[[Callable], Any], args: tuple, kwargs: dict) -> Any:
+    def _with_plan(self, use: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
         try:
             return use(self._jitted or self._make_jitted())
         except _PlanNeeded:
@@ -252,7 +252,7 @@ class OptimizedFunction:
 
     # Writing, while jax.jit traces
 
-    def _make_jitted(self) -> Callable:
+    def _make_jitted(self) -> Any:
         with self._lock:
             if self._jitted is None:
                 self._written = {}
@@ -374,7 +374,7 @@ def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any
     return prepared.emit(solution, leaves)
 
 
-def _compile(jitted: Callable, args: tuple, kwargs: dict, target: Target) -> Figures:
+def _compile(jitted: Any, args: tuple, kwargs: dict, target: Target) -> Figures:
     started = time.perf_counter()
     compiled = jitted.lower(*args, **kwargs).compile()
     return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -35,7 +34,7 @@ class Captured:
         return tuple(self.program.avals[value] for value in self.program.inputs)
 
 
-def capture(jitted: Callable, args: tuple, kwargs: dict, *, keep_checkpoints: bool = False) -> Captured:
+def capture(jitted: Any, args: tuple, kwargs: dict, *, keep_checkpoints: bool = False) -> Captured:
     """Trace a jitted function on arguments (arrays, tracers or `ShapeDtypeStruct`s) and flatten what it does."""
     traced = jitted.trace(*args, **kwargs)
     return capture_traced(traced, keep_checkpoints=keep_checkpoints)

@@ -17,6 +17,7 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.state.types import AbstractRef
+from jax.core import Tracer as Tracer
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
@@ -28,7 +29,6 @@ Var = extend_core.Var
 DropVar = extend_core.DropVar
 Jaxpr = extend_core.Jaxpr
 ClosedJaxpr = extend_core.ClosedJaxpr
-Tracer = jax.core.Tracer
 
 
 def check_jax_version(version: str = jax.__version__) -> None:

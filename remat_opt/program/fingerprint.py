@@ -48,7 +48,7 @@ def _operand(operand: int | Constant, number: dict[int, int]) -> str:
 
 
 def _array(value: Any) -> str:
-    if isinstance(value, jax.core.Tracer) or jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended):
+    if isinstance(value, compat.Tracer) or jax.dtypes.issubdtype(getattr(value, "dtype", None), jax.dtypes.extended):
         return "?"
     return hashlib.sha256(np.asarray(value).tobytes()).hexdigest()[:16]
 

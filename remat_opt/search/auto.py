@@ -3,10 +3,11 @@
 Least memory: segments over cuts at the plain step's peak (`segments.py`); where the peak that remains lies elsewhere (a
 second forward and backward pass, as in a GAN step), segments there too, as long as the peak falls.
 
-Under a budget: starting from the least memory, whole segments or only their dear results (products and convolutions)
-are saved again, those first that give most time for each byte, as long as the simulated peak stays under the budget.
+Under a budget: segments with options (`options.py`), likewise peak by peak. Their figures are estimates: where the
+simulated peak misses the budget the programme is asked for less, where it leaves room, whole segments or their dear
+results are saved again. Where options find nothing, the same is done from the least memory.
 
-Gaps: one level of recomputation; the give-back is greedy.
+Gaps: one level of recomputation.
 """
 
 from __future__ import annotations
@@ -15,20 +16,57 @@ import dataclasses
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Kind
+from remat_opt.search.cuts import Cuts, SegmentCosts
+from remat_opt.search.options import OptionTable
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.segments import least_memory
+from remat_opt.search.segments import choose_segments
 
-_MOST_PASSES = 12
+_MOST_PASSES = 12  # peaks that are lowered one after another
+_MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
+_MOST_SAVED_AGAIN = 24  # schedules simulated to use what a budget leaves
 
 
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
-    if budget is not None and problem.plain.peak <= budget:
+    if budget is None:
+        return _least_memory(problem)
+    if problem.plain.peak <= budget:
         return problem.plain
-    least = _least_memory(problem)
-    if budget is None or least.peak > budget:
-        return least
-    return _give_back(problem, least, budget)
+    found = _with_options(problem, budget)
+    if found is None:
+        found = _least_memory(problem)
+    return found if found.peak > budget else _save_again(problem, found, budget)
+
+
+def _with_options(problem: Problem, budget: int) -> Solution | None:
+    """The least extra time within the budget that segments with options reach; None where they do not reach it."""
+    limit = budget
+    for _ in range(_MOST_ATTEMPTS):
+        candidate = _lower_peaks_to(problem, limit)
+        if candidate.peak <= budget:
+            return candidate
+        limit = min(limit - 1, limit * budget // candidate.peak)
+    return None
+
+
+def _lower_peaks_to(problem: Problem, limit: int) -> Solution:
+    best = problem.plain
+    tried: set[int] = set()
+    while best.peak > limit and len(tried) < _MOST_PASSES:
+        turn = _peak_in_order(best)
+        choice = None if turn in tried else _table(problem, turn).least_time(limit)
+        if choice is None:
+            break
+        tried.add(turn)
+        best = problem.solution(_merge(best.choice, choice))
+    return best
+
+
+def _table(problem: Problem, turn: int) -> OptionTable:
+    tables = problem.memo.setdefault("options", {})
+    if turn not in tables:
+        tables[turn] = OptionTable(problem.graph, problem.order, problem.plain.liveness, turn)
+    return tables[turn]
 
 
 def _least_memory(problem: Problem) -> Solution:
@@ -45,12 +83,19 @@ def _lower_peaks(problem: Problem, keep: bool) -> Solution:
         if turn in tried:
             break
         tried.add(turn)
-        choice = least_memory(problem.graph, problem.order, problem.plain.liveness, turn, keep=keep)
+        choice = choose_segments(_costs(problem, turn), problem.order, keep=keep)
         candidate = problem.solution(_merge(best.choice, choice))
         if candidate.peak > best.peak or not candidate.schedule.recomputed:
             break
         best = candidate  # where the peak stays, another one of the same height is next
     return best
+
+
+def _costs(problem: Problem, turn: int) -> SegmentCosts:
+    costs = problem.memo.setdefault("segments", {})
+    if turn not in costs:
+        costs[turn] = SegmentCosts(Cuts(problem.graph, problem.order, turn), problem.plain.liveness)
+    return costs[turn]
 
 
 def _peak_in_order(solution: Solution) -> int:
@@ -73,9 +118,10 @@ def _merge(first: Choice, second: Choice) -> Choice:
     )
 
 
-def _give_back(problem: Problem, least: Solution, budget: int) -> Solution:
-    best = least
-    for values in _candidates(problem, least):
+def _save_again(problem: Problem, found: Solution, budget: int) -> Solution:
+    """Use what the budget leaves: those first that give most time for each byte."""
+    best = found
+    for values in _candidates(problem, found)[:_MOST_SAVED_AGAIN]:
         choice = dataclasses.replace(best.choice, saved=best.choice.saved | values)
         candidate = problem.solution(choice)
         if candidate.peak <= budget and candidate.extra_seconds < best.extra_seconds:
@@ -83,17 +129,17 @@ def _give_back(problem: Problem, least: Solution, budget: int) -> Solution:
     return best
 
 
-def _candidates(problem: Problem, least: Solution) -> list[frozenset[int]]:
+def _candidates(problem: Problem, found: Solution) -> list[frozenset[int]]:
     """Sets of values that can be saved again: of each recomputed run its dear results, or all that it stores."""
     graph = problem.graph
     stored = {b.value for b in problem.plain.liveness.buffers}
     rated: list[tuple[float, frozenset[int]]] = []
-    for run in least.schedule.runs:
+    for run in found.schedule.runs:
         if not run.recomputed:
             continue
         for only_dear in (True, False):
             ops = [op for op in run.ops if not only_dear or graph.ops[op].kind in (Kind.CONTRACTION, Kind.OPAQUE)]
-            values = frozenset(v for op in ops for v in graph.ops[op].outputs if v in stored) - least.choice.saved
+            values = frozenset(v for op in ops for v in graph.ops[op].outputs if v in stored) - found.choice.saved
             size = sum(graph.sizes[value] for value in values)
             if size:
                 rated.append((sum(graph.ops[op].seconds for op in ops) / size, values))

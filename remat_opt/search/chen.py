@@ -4,14 +4,14 @@
 *A chain of n equal layers*: a checkpoint every √n layers needs memory for O(√n) of them and one more forward pass
 (`square_root_split`).
 
-*Any graph*, their algorithm 3 (`close_segments`): walk a topological order, sum the bytes since the last checkpoint, and
-close the segment at the next allowed split where the sum passes a limit B. With x, the bytes of the checkpoints, and y,
-the bytes of the largest segment, of the run with B = 0, the limits of a grid between B₀/√2 and √2·B₀, B₀ = √(x·y), are
-tried, and the best is kept. Best is what the liveness model says; the bytes that are summed are those that the plain
-step keeps for its backward; the allowed splits are the positions where few bytes cross.
+*Any graph*, their algorithm 3 (`close_segments`): walk a topological order, sum the bytes since the last checkpoint,
+and close the segment at the next allowed split where the sum passes a limit B. With x, the bytes of the checkpoints,
+and y, the bytes of the largest segment, of the run with B = 0, the limits of a grid between B₀/√2 and √2·B₀,
+B₀ = √(x·y), are tried, and the best is kept. Best is what the liveness model says; the bytes that are summed are those
+that the plain step keeps for its backward; the allowed splits are the positions where few bytes cross.
 
-*Under a budget*, two of the paper's remarks become candidates: longer segments (a larger B: the last segment is never
-recomputed, so that it also takes less time), and to drop cheap results only, so that of a recomputed segment the results
+*Under a budget*, two of the paper's remarks become candidates: longer segments (a larger B; the last segment is never
+recomputed, so that this takes less time), and to drop cheap results only, so that of a recomputed segment the results
 of convolutions and products stay saved.
 
 Gaps: the paper walks the whole forward, and here it ends at the plain step's peak, of which there is one; the recursion
@@ -21,6 +21,7 @@ to O(log n) memory is left to `rotor`; in-place operation and memory sharing are
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 
@@ -70,7 +71,7 @@ def close_segments(sizes: Sequence[int], limit: float) -> tuple[int, ...]:
 def largest_segment(sizes: Sequence[int], ends: Sequence[int]) -> int:
     """y: the bytes of the largest segment."""
     bounds = (0, *ends, len(sizes))
-    return max(sum(sizes[start:stop]) for start, stop in zip(bounds[:-1], bounds[1:], strict=True))
+    return max(sum(sizes[start:stop]) for start, stop in itertools.pairwise(bounds))
 
 
 def limits(checkpoints: int, largest: int, count: int = GRID) -> tuple[float, ...]:
@@ -99,8 +100,7 @@ def _choices(stages: Stages, budget: int | None) -> Iterator[Choice]:
 
 
 def _checkpoint_bytes(stages: Stages, ends: Sequence[int]) -> int:
-    starts = (0, *ends[:-1])
-    return sum(stages.costs.crossing_bytes(start, end) for start, end in zip(starts, ends, strict=True))
+    return sum(stages.costs.crossing_bytes(start, end) for start, end in itertools.pairwise((0, *ends)))
 
 
 def _longer(limit: float, total: int) -> Iterator[float]:

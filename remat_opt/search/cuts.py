@@ -104,6 +104,7 @@ class SegmentCosts:
         self.forward = [b for b in live.buffers if b.size and b.birth < turn and b.value in needed]
         self.cotangents = _curve([b for b in live.buffers if b.birth >= turn], len(live.live) + 1)
         self._peaks: dict[int, np.ndarray] = {}
+        self._backward_peaks: dict[tuple[int, int | None], int] = {}
 
     def residual_bytes(self, i: int, j: int | None) -> int:
         """Bytes of all residuals that a segment makes."""
@@ -133,6 +134,11 @@ class SegmentCosts:
 
     def backward_peak(self, i: int, j: int | None) -> int:
         """The most bytes live while a segment runs backward: what is left of its residuals, and the cotangents."""
+        if (i, j) not in self._backward_peaks:
+            self._backward_peaks[i, j] = self._backward_peak(i, j)
+        return self._backward_peaks[i, j]
+
+    def _backward_peak(self, i: int, j: int | None) -> int:
         stop = self.cuts.stop(j)
         low, high = np.searchsorted(self.born, (self.cuts.positions[i], stop))
         if low == high:

@@ -133,10 +133,7 @@ def is_monotone(count: int, transient: Transient) -> bool:
 
 
 def recomputed_and_gradients(sizes: Sequence[int]) -> Transient:
-    """The paper's U of a chain: the bytes between i and j, and twice the largest gradient of the segment's values.
-
-    A gradient is as large as its value; while a layer runs backward, its result's and its operand's are there.
-    """
+    """The paper's U of a chain: the bytes between i and j, and those of the largest gradient, as large as its value."""
     before = _sums(sizes)
     largest = [list(sizes)]  # largest[p][k]: of the 2^p values from k
     while 2 ** len(largest) <= len(sizes):
@@ -146,8 +143,7 @@ def recomputed_and_gradients(sizes: Sequence[int]) -> Transient:
 
     def transient(i: int, j: int) -> int:
         power = (j - i).bit_length() - 1
-        gradient = max(largest[power][i + 1], largest[power][j + 1 - 2**power])
-        return before[j] - before[i + 1] + 2 * gradient
+        return before[j] - before[i + 1] + max(largest[power][i + 1], largest[power][j + 1 - 2**power])
 
     return transient
 
@@ -172,7 +168,8 @@ def solve(problem: Problem, budget: int | None) -> Solution:
 
     # A plan that keeps nothing may do better where the plain step's live sets mislead.
     least = [simulated(_least_peak(table, keep)) for keep in (False, True)]
-    return best_of(problem, [*least, *sweep(lambda index: simulated(plans[index]), len(plans), budget)], budget)
+    best = best_of(problem, [*least, *sweep(lambda index: simulated(plans[index]), len(plans), budget)], budget)
+    return best if budget is None or best.peak <= budget else best_of(problem, [best, solve(problem, None)], budget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,9 +244,9 @@ def _least_seconds(table: _Table, capacity: int) -> list[_Plan]:
     """The plans of least seconds for every size of memory up to `capacity` bytes, those of least memory first."""
     count = len(table.last)
     slot = max(1, -(-capacity // SLOTS))
-    rooms = np.arange(SLOTS + 1)
-    seconds = np.full((count, SLOTS + 1), np.inf)
-    decision = np.full((count, SLOTS + 1), -1, dtype=np.int64)
+    rooms = np.arange(-(-capacity // slot) + 1)
+    seconds = np.full((count, len(rooms)), np.inf)
+    decision = np.full((count, len(rooms)), -1, dtype=np.int64)
     again, backward, last = (-(-bytes_ // slot) for bytes_ in (table.again, table.backward, table.last))
     crossing, kept = ((2 * bytes_ + slot) // (2 * slot) for bytes_ in (table.crossing, table.kept))
     for i in range(count - 1, -1, -1):

@@ -157,18 +157,17 @@ def solution_of_stages(problem: Problem, again: list[tuple[int, ...]]) -> Soluti
     runs: list[Run] = []
     read = set(graph.outputs)  # read behind this point before they are made again
     for stage in range(len(order) - 1, -1, -1):
-        kept = [order[stage]]
-        read.update(graph.ops[order[stage]].inputs)
-        read.difference_update(())
-        for place in reversed(again[stage]):
+        repeats: list[int] = []
+        for place in (stage, *reversed(again[stage])):
             op = graph.ops[order[place]]
-            if read.isdisjoint(op.outputs):
-                continue
-            kept.append(order[place])
+            if place != stage:
+                if read.isdisjoint(op.outputs):
+                    continue
+                repeats.append(order[place])
             read.difference_update(op.outputs)
             read.update(op.inputs)
-        runs.append(Run((kept[0],)))
-        runs.append(Run(tuple(reversed(kept[1:])), recomputed=True))
+        runs.append(Run((order[stage],)))
+        runs.append(Run(tuple(reversed(repeats)), recomputed=True))
     schedule = join_runs(reversed(runs))
     choice = Choice(_kept(graph, schedule))
     return Solution(choice, schedule, simulate(graph, schedule), schedule.extra_seconds(graph))

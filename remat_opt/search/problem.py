@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from typing import Any
 
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.graph import Graph
@@ -14,9 +15,15 @@ from remat_opt.graph.schedule import Run, Schedule
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Problem:
-    """A graph with the order in which its ops run for the first time."""
+    """A graph with the order in which its ops run for the first time.
+
+    Attributes:
+        graph: the step.
+        memo: what searches keep from one budget to the next, by name.
+    """
 
     graph: Graph
+    memo: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:

@@ -1,23 +1,24 @@
-"""Nested recomputation of a chain: Herrmann, Beaumont, Eyraud-Dubois, Hermann, Joly, Shilova 2019, "Optimal
-checkpointing for heterogeneous chains" (arXiv:1911.13214), their dynamic programme for persistent schedules.
+"""Nested recomputation of a chain: Herrmann, Beaumont, Eyraud-Dubois, Joly, Shilova 2019, "Optimal checkpointing for
+heterogeneous chains: how to train deep neural networks with limited memory" (arXiv:1911.13214), their dynamic programme
+for persistent schedules.
 
-Stages 0 … n − 1 run forward, then backward from the last to the first. A forward may keep nothing, its input, or all that
-its backward needs; what is kept stays until the stage's backward (the schedule is *persistent*). With stage a's input
-there, and not counted in the memory m, the least seconds to run stages a … b forward and backward are the least of
+Stages 0 … n − 1 run forward, then backward from the last to the first. A forward may keep nothing, its input, or all
+that its backward needs; what is kept stays until the stage's backward (the schedule is *persistent*). With stage a's
+input there, and not counted in the memory m, the least seconds for stages a … b, forward and backward, are the least of
 
     Σ forward(a … j − 1) + opt(m − w_j, j, b) + opt(m, a, j − 1)        for a < j ≤ b: save the input of j, and run
                                                                         a … j − 1 again, nested, when their turn comes
     forward(a) + backward(a) + opt(m − w̄_a, a + 1, b)                   keep everything of stage a
 
-wherever what is live on the way fits: `optimal_sequence`, O(n³ · m). It is exact for integer sizes; `solve` measures
-them in slots.
+wherever what is live on the way fits: `optimal_sequence`, O(n³·m). It is exact for integer sizes; `solve` measures them
+in slots.
 
 *On graphs* stages are the intervals between cuts of the topological order. What the plain step holds says what they
-take, and the input of stage j costs the bytes that cross its cut and did not cross cut a. The programme gives a plan for
-every number of slots; because its model is not the simulation, several of them are turned into schedules, and the
+take, and the input of stage j costs the bytes that cross its cut and did not cross cut a. The programme gives a plan
+for every number of slots; because its model is not the simulation, several of them are turned into schedules, and the
 simulated peaks decide.
 
-Gaps: one turning point; at most `MOST_STAGES` stages; everything or nothing of a stage is kept (Rockmate offers several
+Gaps: one turning point; at most `MOST_STAGES` cuts; everything or nothing of a stage is kept (Rockmate offers several
 options for each); schedules that forget a saved input before its use are left out, as in the paper.
 """
 
@@ -216,14 +217,17 @@ def solve(problem: Problem, budget: int | None) -> Solution:
         return problem.plain
     model = _model_of_graph(stages)
     if budget is not None:
-        return best_of(problem, _simulated(stages, model, min(2 * budget, problem.plain.peak), budget), budget)
-    best = best_of(problem, _simulated(stages, model, problem.plain.peak, None), None)
-    return best_of(problem, [best, *_simulated(stages, model, best.peak * 5 // 4, None)], None)  # in finer slots
+        best = best_of(problem, _simulated(stages, model, min(2 * budget, problem.plain.peak), budget), budget)
+        if best.peak <= budget:
+            return best
+    best = best_of(problem, _simulated(stages, model, problem.plain.peak, None), budget)
+    return best_of(problem, [best, *_simulated(stages, model, best.peak * 5 // 4, None)], budget)  # in finer slots
 
 
 def _simulated(stages: Stages, model: _Model, capacity: int, budget: int | None) -> list[Solution]:
     """Some solutions of the programme with at most `capacity` bytes, see `sweep`."""
-    programme = _Programme(model.in_slots(max(1, -(-capacity // SLOTS))), SLOTS)
+    slot = max(1, -(-capacity // SLOTS))
+    programme = _Programme(model.in_slots(slot), -(-capacity // slot))
     plans = [_plan(programme.sequence(memory)) for memory in programme.memories()]
     return sweep(lambda index: nested_solution(stages, plans[index]), len(plans), budget)
 
@@ -234,9 +238,9 @@ def _plan(sequence: Sequence[Step]) -> NestedPlan:
     inputs: list[int] = []
     kept: list[int] = []
     for step in sequence:
-        if step.action is Action.SAVE_INPUT:
-            inputs.append(step.stage)
-        elif step.action is Action.KEEP:
+        if step.action in (Action.SAVE_INPUT, Action.KEEP):
+            inputs.append(step.stage)  # the backward reads what a kept stage has read
+        if step.action is Action.KEEP:
             kept.append(step.stage)
         elif step.action is Action.BACKWARD and (inputs or kept):
             sweeps.append((step.stage, Held(tuple(inputs), tuple(kept))))
@@ -247,17 +251,74 @@ def _plan(sequence: Sequence[Step]) -> NestedPlan:
 
 def _model_of_graph(stages: Stages) -> _Model:
     costs, cuts, count = stages.costs, stages.cuts, len(stages)
-    live = stages.problem.plain.liveness
-    saved, swept = np.zeros((2, count, count), dtype=np.int64)
-    moving = _forward_curves(stages)
+    saved = np.zeros((count, count), dtype=np.int64)
     for a in range(count):
-        for j in range(a + 1, count):
-            saved[a, j] = costs.crossing_bytes(a, j)
-            swept[a, j] = moving[a][j]
+        saved[a, a + 1 :] = [costs.crossing_bytes(a, j) for j in range(a + 1, count)]
     ends = [*range(1, count), None]
     kept = [costs.kept_bytes(a, a + 1) for a in range(count - 1)] + [costs.residual_bytes(count - 1, None)]
-    reversing = np.array([costs.backward_peak(a, end) for a, end in enumerate(ends)], dtype=np.int64)
-    keeping = np.array([costs.forward_peak(a, a + 1) for a in range(count - 1)] + [kept[-1]], dtype=np.int64)
-    forward = np.diff(cuts.seconds[[*cuts.positions, cuts.turn]])
-    gradient = np.array([_gradient_bytes(stages, a, live) for a in range(count)], dtype=np.int64)
-    return _Model(forward, np.zeros(count), saved, swept, np.array(kept), keeping, reversing, gradient)
+    keeping = [costs.forward_peak(a, a + 1) for a in range(count - 1)] + kept[-1:]
+    reversing = [costs.backward_peak(a, end) for a, end in enumerate(ends)]
+    gradient, residual = _later_bytes(stages)
+    return _Model(
+        forward=np.diff(cuts.seconds[[*cuts.positions, cuts.turn]]),
+        backward=np.zeros(count),  # once in every plan
+        saved=saved,
+        swept=_swept(stages),
+        kept=np.array(kept, dtype=np.int64),
+        keeping=np.array(keeping, dtype=np.int64),
+        reversing=np.array(reversing, dtype=np.int64) + residual,
+        gradient=gradient,
+    )
+
+
+def _swept(stages: Stages) -> np.ndarray:
+    """[a, j], most bytes live of what a … j − 1 make, where only what later forward ops read is held."""
+    turn, positions = stages.cuts.turn, stages.cuts.positions
+    lives = [
+        (buffer.birth, max((read for read in buffer.reads if read < turn), default=buffer.birth), buffer.size)
+        for buffer in stages.problem.plain.liveness.buffers
+        if buffer.size and buffer.birth < turn
+    ]
+    swept = np.zeros((len(stages), len(stages)), dtype=np.int64)
+    for a, start in enumerate(positions):
+        change = np.zeros(turn + 1, dtype=np.int64)
+        for birth, last, size in lives:
+            if birth >= start:
+                change[birth] += size
+                change[last + 1] -= size
+        most = np.maximum.accumulate(np.cumsum(change))
+        swept[a, a + 1 :] = most[np.array(positions[a + 1 :], dtype=np.int64) - 1]
+    return swept
+
+
+def _backward_starts(stages: Stages) -> list[int]:
+    """For each stage the position in the plain step at which its backward begins."""
+    costs, turn = stages.costs, stages.cuts.turn
+    starts = [turn] * len(stages)
+    for a in range(len(stages) - 2, -1, -1):
+        start, stop = stages.cuts.positions[a : a + 2]
+        low, high = np.searchsorted(costs.born, (start, stop))
+        starts[a] = starts[a + 1]
+        if low < high:
+            # Neither what the stage behind reads nor a small buffer says when.
+            large = np.flatnonzero(costs.size[low:high] * costs.RELEVANT >= costs.size[low:high].max()) + low
+            inside = large[costs.last_forward[large] < stop]
+            starts[a] = max(starts[a], min([*costs.first[inside], *costs.death[large]]))
+    return [int(start) for start in starts]
+
+
+def _later_bytes(stages: Stages) -> tuple[np.ndarray, np.ndarray]:
+    """What was made behind a stage and is there when its backward begins.
+
+    Returns:
+        For each stage the bytes of all of that, gradients too; and of what was made before the turning point.
+    """
+    turn = stages.cuts.turn
+    buffers = [buffer for buffer in stages.problem.plain.liveness.buffers if buffer.size]
+    gradients, residuals = np.zeros((2, len(stages)), dtype=np.int64)
+    for a, begin in enumerate(_backward_starts(stages)[:-1]):
+        stop = stages.cuts.positions[a + 1]
+        there = [buffer for buffer in buffers if stop <= buffer.birth < begin <= buffer.death]
+        gradients[a] = sum(buffer.size for buffer in there)
+        residuals[a] = sum(buffer.size for buffer in there if buffer.birth < turn)
+    return gradients, residuals

@@ -51,10 +51,12 @@ def least_memory(graph: Graph, order: Sequence[int], live: Liveness, turn: int, 
         turn: the position of the peak.
         keep: whether segments may be kept. What is kept stays to its last read, beyond a second turning point too.
     """
-    cuts = Cuts(graph, order, turn)
-    costs = SegmentCosts(cuts, live)
-    best = _recurrence(cuts, costs, keep)
-    return _choice(graph, order, cuts, best)
+    return choose_segments(SegmentCosts(Cuts(graph, order, turn), live), order, keep=keep)
+
+
+def choose_segments(costs: SegmentCosts, order: Sequence[int], *, keep: bool) -> Choice:
+    """The same from costs that were made before."""
+    return _choice(costs.cuts.graph, order, costs.cuts, _recurrence(costs.cuts, costs, keep))
 
 
 def _recurrence(cuts: Cuts, costs: SegmentCosts, keep: bool) -> list[_Best]:

@@ -190,10 +190,7 @@ class _Nesting:
         return [*runs, Run(tuple(pending))]
 
     def missing(self, op: int) -> list[int]:
-        return [value for value in self.graph.ops[op].inputs if self.made_at[value] < self.end and not self.has(value)]
-
-    def has(self, value: int) -> bool:
-        return value in self.held
+        return [v for v in self.graph.ops[op].inputs if self.made_at[v] < self.end and v not in self.held]
 
     def stage_of(self, value: int) -> int:
         return bisect.bisect_right(self.starts, self.made_at[value]) - 1
@@ -203,10 +200,9 @@ class _Nesting:
         sweep = self.plan.before.get(stage, Held(stages=(stage,)))
         kept = {value for index in sweep.stages for value in self.stages.values(index)}
         targets = {value for value in kept if self.last_read[value] >= position}
-        # A stage behind a kept one starts from that one's results.
-        for start in (*sweep.inputs, *(index + 1 for index in sweep.stages if index < stage)):
+        for start in sweep.inputs:
             targets.update(self.read_by(start, stage))
-        return {value for value in targets if not self.has(value)}
+        return targets - self.held
 
     def read_by(self, first: int, last: int) -> set[int]:
         """What the stages from `first` to `last` read of earlier ones."""

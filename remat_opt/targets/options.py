@@ -39,7 +39,7 @@ def platform_of(jit_options: Mapping[str, Any]) -> str:
         return str(backend)
     if (device := jit_options.get("device")) is not None:
         return device.platform
-    default = jax.config.jax_default_device
+    default = getattr(jax.config, "jax_default_device", None)
     if default is not None:
         return default if isinstance(default, str) else default.platform
     return jax.default_backend()

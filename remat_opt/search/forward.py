@@ -1,0 +1,178 @@
+"""The forward part of a step as a small graph of buffers, for searches that know forward graphs only.
+
+The *turning point* is found by *gaps*: a buffer's gap is its longest idle time between two of its events (its birth and
+its reads). What the forward pass makes and the backward pass reads is idle across the turning point, and the gaps of
+such residuals lie one in another. The plain step's peak is a worse guide: in a VGG it comes well behind the turning
+point, where few bytes of residuals have been freed and the cotangents have grown.
+
+Vertices are the ops before it that a recomputation could need. These are none:
+- results of the step and of ops that may not run twice: they are there in any case;
+- the smallest values, together at most 1/512 of the bytes (statistics, scalars): they are always saved;
+- *twigs*, elementwise work on arguments alone that joins the graph at one op, as a weight's copy in another dtype: they
+  are made again with that op.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from remat_opt.graph.derive import Choice, _Derivation
+from remat_opt.graph.graph import Kind
+from remat_opt.graph.liveness import simulate
+from remat_opt.search.problem import Problem, Solution
+
+SMALL_SHARE = 1 / 512
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Forward:
+    """The ops before the turning point that may run again; vertex i is op `ops[i]`, in the order of first runs.
+
+    Attributes:
+        problem: the step.
+        turn: the turning point, a position in the order of first runs.
+        ops: for each vertex its op.
+        values: for each vertex the results that are saved or forgotten with it.
+        predecessors: for each vertex the vertices whose values it reads.
+        always: values that are saved in any case.
+    """
+
+    problem: Problem
+    turn: int
+    ops: tuple[int, ...]
+    values: tuple[tuple[int, ...], ...]
+    predecessors: tuple[tuple[int, ...], ...]
+    always: frozenset[int]
+
+    def __len__(self) -> int:
+        return len(self.ops)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes that are kept when a vertex is saved."""
+        sizes = self.problem.graph.sizes
+        return [sum(sizes[value] for value in values) for values in self.values]
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds to run each vertex again."""
+        return [self.problem.graph.ops[op].seconds for op in self.ops]
+
+    def saved(self, vertices: Collection[int]) -> frozenset[int]:
+        """The values of some vertices, and what is always saved."""
+        return self.always.union(*(self.values[vertex] for vertex in vertices))
+
+    def solution(self, saved: Collection[int], block: Sequence[int]) -> Solution:
+        """Forget at the turning point what is not saved; the vertices of a block are made again together.
+
+        Args:
+            saved: vertices that are kept.
+            block: for each vertex its block.
+        """
+        graph, order = self.problem.graph, self.problem.order
+        choice = Choice(self.saved(saved), (self.turn,))
+        derivation = _Derivation(graph, choice, order)
+        blocks = dict(zip(self.ops, block, strict=True))
+        following = max(block, default=0)
+        for op in reversed(order[: self.turn]):  # what is no vertex goes with the vertex behind it
+            following = blocks.get(op, following)
+            derivation.segment[op] = following
+        for op in order[self.turn :]:
+            derivation.segment[op] = max(block, default=0) + 1
+        schedule = derivation.run()
+        return Solution(choice, schedule, simulate(graph, schedule), schedule.extra_seconds(graph))
+
+    def solution_of_cuts(self, saved: Collection[int], positions: Collection[int]) -> Solution:
+        """Cut the order of first runs at positions; what was made before the last and is not saved is forgotten there.
+
+        The last stretch is kept, since its backward follows at once.
+        """
+        cuts = tuple(sorted({*positions}))
+        return self.problem.solution(Choice(self.saved(saved), cuts[-1:], cuts))
+
+
+def turning_point(problem: Problem) -> int:
+    """The position in the order of first runs at which the program stops going forward.
+
+    Gaps are taken from the longest to the shortest, each that lies within the one before; the first has to be where the
+    most byte-steps lie idle. Gradients that wait for the step's end lie across residuals' gaps, and cotangents are
+    short-lived, so that neither is mistaken for a residual.
+    """
+    gaps: list[tuple[int, int, int]] = []  # length, first position behind the earlier event, bytes
+    for buffer in problem.plain.liveness.buffers:
+        events = [buffer.birth, *buffer.reads]
+        if buffer.size and len(events) > 1:
+            length, start = max((after - before, -before) for before, after in itertools.pairwise(events))
+            gaps.append((length, 1 - start, buffer.size))
+    idle = np.zeros(len(problem.order) + 3)
+    for length, start, size in gaps:
+        idle[start] += float(size) * length
+        idle[start + length] -= float(size) * length
+    most = int(np.cumsum(idle).argmax())
+    within: tuple[int, int] | None = None
+    for length, start, _ in sorted(gaps, key=lambda gap: (-gap[0], gap[1])):
+        if (start <= most < start + length) if within is None else (within[0] <= start and start + length <= within[1]):
+            within = start, start + length
+    return within[0] if within else most
+
+
+def forward_part(problem: Problem) -> Forward:
+    """The forward graph of a step; without vertices where nothing can be made again."""
+    graph, order = problem.graph, problem.order
+    turn = turning_point(problem)
+    there = {*graph.inputs, *graph.outputs, *graph.constants}
+    there.update(value for op in graph.ops if not op.repeatable for value in op.outputs)
+    made = [v for op in order[:turn] for v in graph.ops[op].outputs if v not in there]
+    always = _smallest(made, graph.sizes)
+    there |= always
+    needed = {v for op in order[turn:] for v in graph.ops[op].inputs}.intersection(made) - always
+    stack = list(needed)
+    while stack:
+        for value in graph.ops[graph.producer[stack.pop()]].inputs:
+            if value not in there and value not in needed:
+                needed.add(value)
+                stack.append(value)
+    ops = [op for op in order[:turn] if not needed.isdisjoint(graph.ops[op].outputs)]
+    reads = {op: sorted({graph.producer[v] for v in graph.ops[op].inputs if v in needed}) for op in ops}
+    twigs = _twigs([op for op in ops if graph.ops[op].kind is Kind.ELEMENTWISE], ops, reads)
+    ops = [op for op in ops if op not in twigs]
+    vertex = {op: index for index, op in enumerate(ops)}
+    return Forward(
+        problem,
+        turn,
+        tuple(ops),
+        tuple(tuple(v for v in graph.ops[op].outputs if v in needed) for op in ops),
+        tuple(tuple(sorted(vertex[read] for read in reads[op] if read not in twigs)) for op in ops),
+        frozenset(always),
+    )
+
+
+def _smallest(values: Sequence[int], sizes: Sequence[int]) -> set[int]:
+    """The smallest values that together have at most `SMALL_SHARE` of the bytes."""
+    left = sum(sizes[value] for value in values) * SMALL_SHARE
+    smallest: set[int] = set()
+    for value in sorted(values, key=lambda value: (sizes[value], value)):
+        left -= sizes[value]
+        if left < 0:
+            break
+        smallest.add(value)
+    return smallest
+
+
+def _twigs(elementwise: Collection[int], ops: Sequence[int], reads: dict[int, list[int]]) -> set[int]:
+    """Elementwise ops without predecessors whose only reader has another predecessor, too."""
+    readers: dict[int, int] = dict.fromkeys(ops, 0)
+    for op in ops:
+        for read in reads[op]:
+            readers[read] += 1
+    candidates = {op for op in elementwise if not reads[op] and readers[op] == 1}
+    twigs: set[int] = set()
+    for op in ops:
+        found = candidates.intersection(reads[op])
+        if len(found) < len(reads[op]):
+            twigs |= found
+    return twigs

@@ -1,0 +1,291 @@
+"""Strategies of lower sets: Kusumoto, Inoue, Watanabe, Akiba, Koyama 2019 (arXiv:1905.11722, sections 3 and 4).
+
+A lower set of the forward graph holds with a vertex all that it is made from. A strategy is a chain of lower sets from
+the empty one to the whole graph. The *block* between two neighbours is forgotten but for its *boundary* (what is read
+outside the larger set), and made again, once, when its backward comes, the last block first. The last block's backward
+follows at once, so that it is not forgotten (the paper makes it again, too).
+
+    peak(strategy) = max over blocks of  kept before the block + backward(block)
+    extra time     = sum over blocks but the last of the seconds of what is no boundary
+
+`backward` is the most bytes live while a block runs backward: what is left of its residuals, with the cotangents of the
+plain step at that moment (the paper takes twice the block's bytes and those of its neighbours' gradients).
+
+- Least peak: best(L) = min over L' of max(backward(L'∖L), boundary + best(L')), exact over the family of sets.
+- Least time under a limit: the paper's table least kept bytes by (set, seconds so far), without the steps that pass the
+  limit. Seconds are in units of their common divisor where that takes at most `MOST_LEVELS` units (then it is exact),
+  else rounded to the nearest of `LEVELS` units.
+
+The family is every lower set while there are at most `MOST_SETS` (exact), else the ancestor closures of vertices and
+the cuts of the order of first runs, of which those with small boundaries are taken, spread over the bytes. The formula
+only guides: of the strategies for several limits the one with the best simulated schedule is returned.
+
+Gaps: a block is made again as a whole and once; the family for large graphs has no proof; what is made before the
+turning point of `forward.py` only; with a second forward and backward pass (GANs) only the larger one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import fractions
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from remat_opt.search.forward import Forward, forward_part
+from remat_opt.search.problem import Problem, Solution
+
+MOST_SETS = 1200
+MOST_LEVELS = 1024
+LEVELS = 160
+_SETS_OF_LARGE_GRAPHS = 360
+_PROBES = 10
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """What the dynamic programme sees: vertices in topological order.
+
+    Attributes:
+        predecessors: for each vertex the earlier ones that it reads.
+        kept: bytes that saving a vertex costs.
+        residual: bytes of a vertex that the backward reads.
+        seconds: time to run a vertex again.
+        last_read: when the backward reads each vertex for the last time; any increasing measure.
+        cotangents: bytes of cotangents that live with the block when the backward reads each vertex for the last time.
+    """
+
+    predecessors: Sequence[Sequence[int]]
+    kept: Sequence[int]
+    residual: Sequence[int]
+    seconds: Sequence[float]
+    last_read: Sequence[int]
+    cotangents: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.kept)
+
+
+def solve(problem: Problem, budget: int | None) -> Solution:
+    """See `Solver`."""
+    plain = problem.plain
+    if budget is not None and plain.peak <= budget:
+        return plain
+    forward = forward_part(problem)
+    if not len(forward):
+        return plain
+    blocks = Blocks(task_of(forward), lower_sets_of(forward))
+    tried = {(): plain}
+
+    def simulated(limit: float) -> Solution:
+        strategy = blocks.least_seconds(limit) or ()
+        if strategy not in tried:
+            tried[strategy] = solution_of(forward, [blocks.sets[index] for index in strategy])
+        return tried[strategy]
+
+    least, most = blocks.least_peak(), blocks.peak_of_saving_all()
+    _probe(simulated, least, most, budget)
+    fitting = [s for s in tried.values() if budget is not None and s.peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
+    return min(tried.values(), key=lambda solution: (solution.peak, solution.extra_seconds))
+
+
+def _probe(simulated: Callable[[float], Solution], least: float, most: float, budget: int | None) -> None:
+    """Simulate strategies for several limits: near the least peak, and by bisection for the budget."""
+    low, high = least, max(least, most)
+    fits = False
+    for factor in (1.0, 1.03, 1.1):
+        peak = simulated(least * factor).peak
+        fits = fits or (budget is not None and peak <= budget)
+    if fits:
+        for _ in range(_PROBES):
+            middle = (low + high) / 2
+            assert budget is not None
+            if simulated(middle).peak <= budget:
+                low = middle
+            else:
+                high = middle
+
+
+def task_of(forward: Forward) -> Task:
+    """The figures of a step, from the plain step's buffers."""
+    problem, turn = forward.problem, forward.turn
+    buffers = {buffer.value: buffer for buffer in problem.plain.liveness.buffers}
+    cotangents = np.zeros(len(problem.order) + 3, dtype=np.int64)
+    for buffer in buffers.values():
+        if buffer.birth >= turn:
+            cotangents[buffer.birth] += buffer.size
+            cotangents[buffer.death + 1] -= buffer.size
+    cotangents = np.cumsum(cotangents)
+    read = [[buffers[value] for value in values if buffers[value].death >= turn] for values in forward.values]
+    last_read = [max((buffer.death for buffer in held), default=turn) for held in read]
+    ends = sorted(set(last_read))
+    before = dict(zip(ends, [turn, *ends[:-1]], strict=True))
+    return Task(
+        forward.predecessors,
+        forward.sizes,
+        [sum(buffer.size for buffer in held) for held in read],
+        forward.seconds,
+        last_read,
+        [int(cotangents[before[end] : end + 1].max()) for end in last_read],
+    )
+
+
+def lower_sets_of(forward: Forward) -> list[int]:
+    """The family of lower sets, as bit sets, the empty and the whole one included, each before its supersets."""
+    exact = all_lower_sets(forward.predecessors, MOST_SETS)
+    return exact if exact is not None else some_lower_sets(forward, _SETS_OF_LARGE_GRAPHS)
+
+
+def all_lower_sets(predecessors: Sequence[Sequence[int]], most: int) -> list[int] | None:
+    """Every lower set as a bit set, by number of vertices; None where there are more than `most`."""
+    needs = [sum(1 << one for one in before) for before in predecessors]
+    found = [0]
+    for vertex, before in enumerate(needs):
+        found += [lower | 1 << vertex for lower in found if lower & before == before]
+        if len(found) > most:
+            return None
+    return sorted(found, key=lambda lower: (lower.bit_count(), lower))
+
+
+def some_lower_sets(forward: Forward, most: int) -> list[int]:
+    """Ancestor closures and cuts of the order, of those the ones with small boundaries."""
+    closures: list[int] = []
+    for vertex, before in enumerate(forward.predecessors):
+        closure = 1 << vertex
+        for one in before:
+            closure |= closures[one]
+        closures.append(closure)
+    whole = (1 << len(forward)) - 1
+    sets = sorted({*closures, *((1 << count) - 1 for count in range(1, len(forward)))} - {0, whole})
+    members = _members(sets, len(forward))
+    sizes = np.array(forward.sizes, dtype=float)
+    boundary = _boundaries(members, forward.predecessors) @ sizes
+    total = members @ sizes
+    stretch = np.minimum((total / max(sizes.sum(), 1) * most).astype(int), most - 1)
+    best: dict[int, int] = {}
+    for index in sorted(range(len(sets)), key=lambda i: (boundary[i], -total[i], sets[i])):
+        best.setdefault(int(stretch[index]), index)
+    chosen = {sets[index] for index in best.values()}
+    return sorted({0, whole, *chosen}, key=lambda lower: (lower.bit_count(), lower))
+
+
+def _members(sets: Sequence[int], count: int) -> np.ndarray:
+    """One row of zeros and ones for each bit set."""
+    width = (count + 7) // 8
+    packed = np.frombuffer(b"".join(one.to_bytes(width, "little") for one in sets), dtype=np.uint8)
+    return np.unpackbits(packed.reshape(len(sets), width), axis=1, bitorder="little")[:, :count].astype(float)
+
+
+def _boundaries(members: np.ndarray, predecessors: Sequence[Sequence[int]]) -> np.ndarray:
+    """For each set its vertices that are read outside it."""
+    boundary = np.zeros_like(members)
+    for vertex, before in enumerate(predecessors):
+        for one in before:
+            boundary[:, one] = np.maximum(boundary[:, one], members[:, one] * (1 - members[:, vertex]))
+    return boundary
+
+
+class Blocks:
+    """The blocks between all pairs of nested sets, and the two recurrences over them."""
+
+    def __init__(self, task: Task, sets: Sequence[int]):
+        self.sets = sets
+        self.task = task
+        members = _members(sets, len(task))
+        outside = 1 - members
+        boundary = _boundaries(members, task.predecessors)
+        seconds, kept = np.array(task.seconds, dtype=float), np.array(task.kept, dtype=float)
+        self.nested = (members @ outside.T == 0) & ~np.eye(len(sets), dtype=bool)
+        self.boundary = outside @ (boundary * kept).T
+        self.unit, self.levels = _time_unit(task.seconds)
+        again = (members @ seconds)[None, :] - (members @ seconds)[:, None] - outside @ (boundary * seconds).T
+        self.steps = np.rint(np.where(self.nested, again, 0) / self.unit).astype(np.int64)
+        self.steps[:, -1] = 0  # the last block is not made again
+        self.backward = self._backward(members, outside)
+
+    def _backward(self, members: np.ndarray, outside: np.ndarray) -> np.ndarray:
+        """The most bytes live while the block from set i (row) to set j (column) runs backward."""
+        task = self.task
+        remaining = np.zeros(self.nested.shape)
+        peak = np.zeros(self.nested.shape)
+        order = sorted(range(len(task)), key=lambda vertex: (-task.last_read[vertex], vertex))
+        for vertex in order:
+            rows, columns = np.flatnonzero(outside[:, vertex]), np.flatnonzero(members[:, vertex])
+            block = np.ix_(rows, columns)
+            remaining[block] += task.residual[vertex]
+            peak[block] = np.maximum(peak[block], remaining[block] + task.cotangents[vertex])
+        return np.where(self.nested, peak, np.inf)
+
+    def least_peak(self) -> float:
+        """The least peak of a strategy, in bytes."""
+        best = np.full(len(self.sets), np.inf)
+        best[-1] = 0
+        for index in range(len(self.sets) - 2, -1, -1):
+            best[index] = np.maximum(self.backward[index], self.boundary[index] + best).min()
+        return float(best[0])
+
+    def peak_of_saving_all(self) -> float:
+        """The peak of the strategy of one block."""
+        return float(self.backward[0, -1])
+
+    def least_seconds(self, limit: float) -> tuple[int, ...] | None:
+        """The strategy with the least extra time and a peak of at most `limit` bytes, the least kept bytes among
+        equals; indices of its sets without the empty one. None where there is none."""
+        count, levels = len(self.sets), self.levels
+        kept = np.full((count, levels + 1), np.inf)
+        kept[0, 0] = 0
+        came = np.zeros((count, levels + 1), dtype=np.int64)
+        columns = np.arange(levels + 1)
+        for index in range(1, count):
+            rows = np.flatnonzero(self.nested[:, index])
+            level = columns[None, :] - self.steps[rows, index][:, None]
+            before = np.where(level >= 0, kept[rows[:, None], np.maximum(level, 0)], np.inf)
+            fits = before + self.backward[rows, index][:, None] <= limit * (1 + 1e-12)
+            total = np.where(fits, before + self.boundary[rows, index][:, None], np.inf)
+            best = total.argmin(axis=0)
+            kept[index], came[index] = total[best, columns], rows[best]
+        reached = np.flatnonzero(np.isfinite(kept[-1]))
+        if not len(reached):
+            return None
+        level, index = int(reached[0]), count - 1
+        strategy: list[int] = []
+        while index:
+            strategy.append(index)
+            before = int(came[index, level])
+            level, index = level - int(self.steps[before, index]), before
+        return tuple(reversed(strategy))
+
+
+def _time_unit(seconds: Sequence[float]) -> tuple[float, int]:
+    """The unit of time in seconds, and how many of them all vertices take together."""
+    exact = [fractions.Fraction(one) for one in seconds if one > 0]
+    if not exact:
+        return 1.0, 0
+    scale = math.lcm(*(one.denominator for one in exact))
+    divisor = math.gcd(*(int(one * scale) for one in exact))
+    levels = sum(exact) * scale / divisor
+    if levels <= MOST_LEVELS:
+        return float(fractions.Fraction(divisor, scale)), int(levels)
+    return float(sum(exact)) / LEVELS, LEVELS + len(seconds) // 2
+
+
+def solution_of(forward: Forward, strategy: Sequence[int]) -> Solution:
+    """The schedule of a chain of lower sets, without the empty one."""
+    block = [0] * len(forward)
+    saved: set[int] = set()
+    below = 0
+    for index, lower in enumerate(strategy):
+        inside = [vertex for vertex in range(len(forward)) if (lower & ~below) >> vertex & 1]
+        for vertex in inside:
+            block[vertex] = index
+        if index == len(strategy) - 1:
+            saved.update(inside)
+        below = lower
+    for lower in strategy[:-1]:
+        for vertex, before in enumerate(forward.predecessors):
+            if not lower >> vertex & 1:
+                saved.update(one for one in before if lower >> one & 1)
+    return forward.solution(saved, block)

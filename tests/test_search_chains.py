@@ -1,0 +1,343 @@
+"""The chain algorithms on chains typed as lists of sizes: against brute force over what each of them admits.
+
+`test_search_chain_solvers.py` has the same algorithms as solvers of graphs.
+"""
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from remat_opt.search import chen, hong, rotor
+from remat_opt.search.rotor import Action, ChainStage, Step
+
+CHAINS = range(300)
+
+
+def random_sizes(source: random.Random, least: int = 1) -> list[int]:
+    return [source.randint(0, 20) for _ in range(source.randint(least, 10))]
+
+
+def checkpoint_sets(count: int) -> Iterator[tuple[int, ...]]:
+    """All sets of values of a chain that hold the first and the last one."""
+    inner = range(1, count - 1)
+    for number in range(len(inner) + 1):
+        for chosen in itertools.combinations(inner, number):
+            yield tuple(sorted({0, *chosen, count - 1}))
+
+
+def first_value(sizes: Sequence[int], checkpoints: Sequence[int]) -> int:
+    """The first objective of a set of checkpoints."""
+    between = [sum(sizes[i + 1 : j]) for i, j in itertools.pairwise(checkpoints)]
+    return sum(sizes[c] for c in checkpoints) + max(between, default=0)
+
+
+def revised_value(sizes: Sequence[int], checkpoints: Sequence[int], transient: hong.Transient) -> int:
+    """The revised objective: the most of what is there at the end of the forward and while each segment runs back."""
+    moments = [sum(sizes[c] for c in checkpoints)]
+    for number, (i, j) in enumerate(itertools.pairwise(checkpoints)):
+        moments.append(sum(sizes[c] for c in checkpoints[: number + 1]) + transient(i, j))
+    return max(moments)
+
+
+# Hong et al. 2025
+
+
+@pytest.mark.parametrize("seed", CHAINS)
+def test_the_first_objective_is_the_least_of_all_sets(seed: int) -> None:
+    sizes = random_sizes(random.Random(seed))
+    value, checkpoints = hong.first_objective(sizes)
+    assert value == first_value(sizes, checkpoints)
+    assert value == min(first_value(sizes, chosen) for chosen in checkpoint_sets(len(sizes)))
+
+
+def any_transient(source: random.Random, count: int) -> hong.Transient:
+    table = [[source.randint(0, 60) for _ in range(count)] for _ in range(count)]
+    return lambda i, j: table[i][j]
+
+
+def monotone_transient(source: random.Random, count: int) -> hong.Transient:
+    """Any table that does not fall when a segment grows."""
+    table = [[0] * count for _ in range(count)]
+    for i in range(count - 2, -1, -1):
+        for j in range(i + 1, count):
+            table[i][j] = max(table[i][j - 1], table[i + 1][j]) + source.choice([0, 0, 1, 5, 10])
+    return lambda i, j: table[i][j]
+
+
+def chain_transient(source: random.Random, sizes: Sequence[int]) -> hong.Transient:
+    """One of the three kinds of U: the paper's, any monotone one, any one."""
+    kind = source.randrange(3)
+    if kind == 0:
+        return hong.recomputed_and_gradients(sizes)
+    return (any_transient if kind == 1 else monotone_transient)(source, len(sizes))
+
+
+@pytest.mark.parametrize("seed", CHAINS)
+def test_the_revised_objective_is_the_least_of_all_sets(seed: int) -> None:
+    source = random.Random(seed)
+    sizes = random_sizes(source)
+    transient = chain_transient(source, sizes)
+    value, checkpoints = hong.revised_objective(sizes, transient)
+    assert value == revised_value(sizes, checkpoints, transient)
+    assert value == min(revised_value(sizes, chosen, transient) for chosen in checkpoint_sets(len(sizes)))
+
+
+@pytest.mark.parametrize("seed", CHAINS)
+def test_the_deque_gives_what_the_recurrence_gives_where_the_transient_is_monotone(seed: int) -> None:
+    source = random.Random(seed)
+    sizes = random_sizes(source)
+    transient = hong.recomputed_and_gradients(sizes) if seed % 2 else monotone_transient(source, len(sizes))
+    assert hong.is_monotone(len(sizes), transient)
+    value, checkpoints = hong.revised_objective_monotone(sizes, transient)
+    assert value == revised_value(sizes, checkpoints, transient)
+    assert value == hong.revised_objective(sizes, transient)[0]
+
+
+def test_the_deque_is_wrong_where_the_transient_is_not_monotone() -> None:
+    # The gradient of the checkpoint behind, twice: a longer segment that ends at a smaller value has less.
+    sizes = (1, 1, 1, 3, 1)
+
+    def transient(i: int, j: int) -> int:
+        return sum(sizes[i + 1 : j]) + 2 * sizes[j]
+
+    assert not hong.is_monotone(len(sizes), transient)
+    assert hong.revised_objective(sizes, transient) == (7, (0, 2, 4))
+    assert hong.revised_objective_monotone(sizes, transient) == (8, (0, 4))
+
+
+def test_the_deque_asks_for_a_linear_number_of_transients() -> None:
+    asked = 0
+    inner = hong.recomputed_and_gradients([7, 3] * 1000)
+
+    def transient(i: int, j: int) -> int:
+        nonlocal asked
+        asked += 1
+        return inner(i, j)
+
+    hong.revised_objective_monotone([7, 3] * 1000, transient)
+    assert asked <= 3 * 2000
+
+
+def test_the_paper_transient_is_what_is_made_again_and_the_largest_gradient() -> None:
+    sizes = [9, 2, 7, 1, 8, 3]
+    transient = hong.recomputed_and_gradients(sizes)
+    for i, j in itertools.combinations(range(len(sizes)), 2):
+        assert transient(i, j) == sum(sizes[i + 1 : j]) + max(sizes[i + 1 : j + 1])
+
+
+def test_a_chain_by_hand() -> None:
+    # Of values between 1 and 1: saving both 1s in the middle costs 2, and leaves 4 between two checkpoints.
+    sizes = [1, 4, 1, 4, 1, 4, 1]
+    assert hong.first_objective(sizes) == (8, (0, 2, 4, 6))
+    # At the last segment 3 bytes of checkpoints are there and 4 + 4 of its own; before it, 2 and 8.
+    assert hong.revised_objective(sizes, hong.recomputed_and_gradients(sizes)) == (11, (0, 2, 4, 6))
+    assert hong.first_objective([5]) == (5, (0,))
+    assert hong.revised_objective([5], hong.recomputed_and_gradients([5])) == (5, (0,))
+
+
+# Herrmann, Beaumont et al. 2019
+
+
+def random_stages(source: random.Random, most: int = 5) -> list[ChainStage]:
+    count = source.randint(1, most)
+    inputs = [source.randint(0, 4) for _ in range(count)]
+    return [
+        ChainStage(
+            forward_seconds=source.randint(1, 5),
+            backward_seconds=source.randint(1, 5),
+            input_bytes=inputs[k],
+            kept_bytes=(inputs[k + 1] if k + 1 < count else 0) + source.randint(0, 4),
+            forward_transient=source.choice([0, 0, 1, 2]),
+            backward_transient=source.choice([0, 1, 2]),
+            gradient_bytes=source.randint(0, 3) if k + 1 < count else 0,
+        )
+        for k in range(count)
+    ]
+
+
+State = tuple[int, frozenset[int], frozenset[int], int]
+"""The stage whose backward is next, stages whose input is saved, kept stages, and the stage whose input is on its way
+through the chain (−1: none)."""
+Move = tuple[Step, State, float, int]
+
+
+def moves(stages: Sequence[ChainStage], state: State) -> Iterator[Move]:
+    """What can be done: the step, the state behind it, its seconds, and the memory that it takes.
+
+    What was saved or kept goes only with its backward. What is on its way must go on, or be saved where it is: then the
+    sweep stops there, or goes on from the saved one.
+    """
+    turn, saved, kept, moving = state
+    base = sum(stages[k].input_bytes for k in saved) + sum(stages[k].kept_bytes for k in kept)
+    base += stages[turn].gradient_bytes if turn >= 0 else 0
+    sources = [moving] if moving >= 0 else [k for k in range(turn + 1) if k == 0 or k in saved or k - 1 in kept]
+    for k in sources:
+        stage = stages[k]
+        carried = stage.input_bytes if moving >= 0 else 0
+        if k < turn and k + 1 < len(stages):
+            live = base + carried + stage.forward_transient + stages[k + 1].input_bytes
+            yield Step(Action.FORWARD, k), (turn, saved, kept, k + 1), stage.forward_seconds, live
+        if moving >= 0:
+            yield Step(Action.SAVE_INPUT, k), (turn, saved | {k}, kept, -1), 0.0, base + carried
+        elif k not in kept:
+            live = base + stage.kept_bytes + stage.forward_transient
+            yield Step(Action.KEEP, k), (turn, saved, kept | {k}, -1), stage.forward_seconds, live
+        elif k == turn:
+            after = (turn - 1, saved - {turn}, kept - {turn}, -1)
+            yield Step(Action.BACKWARD, k), after, stage.backward_seconds, base + stage.backward_transient
+
+
+def least_seconds(stages: Sequence[ChainStage], memory: int) -> float | None:
+    """By brute force: the shortest way to the end through all states of a persistent schedule."""
+    start: State = (len(stages) - 1, frozenset(), frozenset(), -1)
+    best: dict[State, float] = {start: 0.0}
+    order = itertools.count()
+    queue = [(0.0, next(order), start)]
+    while queue:
+        seconds, _, state = heapq.heappop(queue)
+        if state[0] < 0:
+            return seconds
+        if seconds > best[state]:
+            continue
+        for _, behind, time, live in moves(stages, state):
+            if live <= memory and seconds + time < best.get(behind, math.inf):
+                best[behind] = seconds + time
+                heapq.heappush(queue, (seconds + time, next(order), behind))
+    return None
+
+
+def replay(stages: Sequence[ChainStage], steps: Sequence[Step]) -> tuple[float, int]:
+    """Seconds and memory of a sequence; fails where a step lacks what it needs."""
+    state: State = (len(stages) - 1, frozenset(), frozenset(), -1)
+    total, most = 0.0, 0
+    for step in steps:
+        wanted = [step]
+        if state[3] >= 0 and step.action in (Action.SAVE_INPUT, Action.KEEP):
+            wanted.insert(0, Step(Action.SAVE_INPUT, state[3]))  # a kept stage's input stays, too
+        if step.action is Action.SAVE_INPUT:  # the input is saved, and the stage runs
+            wanted[-1] = Step(Action.FORWARD, step.stage)
+        for one in wanted:
+            found = {move[0]: move for move in moves(stages, state)}
+            assert one in found, f"{one} cannot be done in {state}"
+            _, state, seconds, live = found[one]
+            total, most = total + seconds, max(most, live)
+    assert state[0] == -1
+    return total, most
+
+
+@pytest.mark.parametrize("seed", CHAINS)
+def test_rotor_is_the_least_of_all_persistent_schedules(seed: int) -> None:
+    source = random.Random(seed)
+    stages = random_stages(source)
+    everything = sum(stage.kept_bytes for stage in stages) + 6
+    for memory in (source.randint(0, everything), source.randint(everything // 2, everything)):
+        found = rotor.optimal_sequence(stages, memory)
+        assert (found and found[0]) == least_seconds(stages, memory)
+        if found:
+            seconds, live = replay(stages, found[1])
+            assert seconds == found[0]
+            assert live <= memory
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_more_memory_never_takes_more_time(seed: int) -> None:
+    stages = random_stages(random.Random(seed), most=10)
+    found = [rotor.optimal_sequence(stages, memory) for memory in range(60)]
+    seconds = [math.inf if one is None else one[0] for one in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
+
+
+def test_a_nested_sequence_by_hand() -> None:
+    # Unit stages whose backward needs their one intermediate value beside their input.
+    stages = [ChainStage(1.0, 1.0, 1, 1)] * 4
+    assert rotor.optimal_sequence(stages, 0) is None
+    found = rotor.optimal_sequence(stages, 4)
+    assert found is not None
+    assert found[0] == 8.0
+    found = rotor.optimal_sequence(stages, 2)
+    assert found is not None
+    seconds, steps = found
+    saved, on, keep, back = Action.SAVE_INPUT, Action.FORWARD, Action.KEEP, Action.BACKWARD
+    # One value is saved at a time, and every stage but the last runs again for each one behind it.
+    assert [(step.action, step.stage) for step in steps] == [
+        (saved, 0), (on, 1), (on, 2), (keep, 3), (back, 3),
+        (saved, 0), (on, 1), (keep, 2), (back, 2),
+        (keep, 0), (keep, 1), (back, 1), (back, 0),
+    ]  # fmt: skip
+    assert seconds == 4 + (3 + 2) + 4
+
+
+# Chen et al. 2016
+
+
+def closed_by_definition(sizes: Sequence[int], limit: float) -> tuple[int, ...]:
+    """The ends of segments: each is the first at which the bytes since the one before pass the limit."""
+    ends: list[int] = []
+    while True:
+        start = ends[-1] if ends else 0
+        passing = [end for end in range(start + 1, len(sizes)) if sum(sizes[start:end]) > limit]
+        if not passing:
+            return tuple(ends)
+        ends.append(passing[0])
+
+
+@pytest.mark.parametrize("seed", CHAINS)
+def test_a_walk_closes_a_segment_where_its_bytes_pass_the_limit(seed: int) -> None:
+    source = random.Random(seed)
+    sizes = random_sizes(source)
+    for limit in (0, source.randint(0, 60), sum(sizes)):
+        ends = chen.close_segments(sizes, limit)
+        assert ends == closed_by_definition(sizes, limit)
+        assert chen.largest_segment(sizes, ends) == max(
+            sum(sizes[start:stop]) for start, stop in itertools.pairwise((0, *ends, len(sizes)))
+        )
+
+
+def test_the_grid_lies_evenly_round_the_root_of_what_a_run_without_limit_takes() -> None:
+    grid = chen.limits(checkpoints=32, largest=8, count=5)  # B0 = 16
+    assert grid == pytest.approx([16 / math.sqrt(2), 16 / 2**0.25, 16, 16 * 2**0.25, 16 * math.sqrt(2)])
+    assert chen.limits(0, 8) == (0.0,) * chen.GRID
+
+
+@pytest.mark.parametrize(
+    ("layers", "ends"), [(0, ()), (1, ()), (2, (1,)), (4, (2,)), (9, (3, 6)), (16, (4, 8, 12)), (10, (3, 6, 9))]
+)
+def test_a_checkpoint_every_root_of_n_layers(layers: int, ends: tuple[int, ...]) -> None:
+    assert chen.square_root_split(layers) == ends
+
+
+def chen_on_a_chain(sizes: Sequence[int]) -> int:
+    """The first objective of the best of the grid; a value at which a segment ends is a checkpoint."""
+
+    def value(ends: Sequence[int]) -> int:
+        return first_value(sizes, sorted({0, *(end - 1 for end in ends), len(sizes) - 1}))
+
+    at_zero = chen.close_segments(sizes, 0)
+    grid = chen.limits(sum(sizes[end - 1] for end in at_zero), chen.largest_segment(sizes, at_zero))
+    return min(value(chen.close_segments(sizes, limit)) for limit in grid)
+
+
+def test_the_distance_of_the_grid_to_the_optimum() -> None:
+    ratios = []
+    for seed in CHAINS:
+        sizes = [size + 1 for size in random_sizes(random.Random(seed), least=3)]
+        ratios.append(chen_on_a_chain(sizes) / hong.first_objective(sizes)[0])
+    print(f"\nChen's grid over the optimum on {len(ratios)} chains: {describe(ratios)}")
+    assert min(ratios) >= 1
+
+
+def describe(ratios: Sequence[float]) -> str:
+    return f"mean {sum(ratios) / len(ratios):.3f}, most {max(ratios):.3f}, {ratios.count(1.0)} reach it"
+
+
+@pytest.mark.parametrize("algorithm", [hong.first_objective, hong.revised_objective, hong.revised_objective_monotone])
+def test_equal_sizes_give_about_the_root_of_the_chain(algorithm: Callable) -> None:
+    sizes = [1] * 100
+    arguments = (sizes,) if algorithm is hong.first_objective else (sizes, hong.recomputed_and_gradients(sizes))
+    value, _ = algorithm(*arguments)
+    assert value <= 2 * math.isqrt(100)

@@ -1,0 +1,394 @@
+"""The written step: the same values, one `remat_p` for each recomputed run, names on what is saved."""
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend import core
+from jax.extend.core import primitives
+from random_graphs import random_choice
+
+from remat_opt.graph.build import Bridge, build
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.derive import Choice, derive, early_order
+from remat_opt.graph.schedule import Run, Schedule, save_everything
+from remat_opt.program import compat
+from remat_opt.program.inline import inline
+from remat_opt.write.train_step import write
+
+pytestmark = pytest.mark.short
+
+RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
+OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}  # the CPU compiler keeps barriers
+
+
+def bridge_of(fun: Callable, *arguments: Any, donated: int = 0) -> Bridge:
+    """The graph of a function; the leaves of its first `donated` arguments are donated."""
+    leaves = [index < donated for index, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
+    return build(inline(jax.make_jaxpr(fun)(*arguments)), RATES, tuple(leaves))
+
+
+def written(bridge: Bridge, schedule: Schedule, names: dict[int, str] | None = None) -> Callable:
+    """The step as a flat function of its leaves."""
+    return lambda *leaves: write(bridge, schedule, names or {}, leaves)
+
+
+def jaxpr_of(bridge: Bridge, schedule: Schedule, names: dict[int, str] | None = None) -> Any:
+    """The written step as a closed jaxpr, found well formed."""
+    avals = [
+        jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        for aval in map(bridge.program.avals.__getitem__, bridge.program.inputs)
+    ]
+    jaxpr = jax.make_jaxpr(written(bridge, schedule, names))(*avals)
+    core.check_jaxpr(compat.bare_jaxpr(jaxpr))
+    return jaxpr
+
+
+def equations(jaxpr: Any, *, inside: bool = False) -> Iterator[Any]:
+    """Equations of a jaxpr, those inside of recomputed runs on request."""
+    for equation in compat.bare_jaxpr(jaxpr).eqns:
+        yield equation
+        if inside and equation.primitive is compat.remat_p:
+            yield from equations(equation.params["jaxpr"])
+
+
+def names_of(jaxpr: Any, *, inside: bool = False) -> list[str]:
+    return [equation.primitive.name for equation in equations(jaxpr, inside=inside)]
+
+
+def outline(jaxpr: Any) -> list[str]:
+    """One line for each equation, `results = primitive operands`, values named in order; inner jaxprs are indented."""
+    jaxpr = compat.bare_jaxpr(jaxpr)
+    letters: dict[Any, str] = {}
+
+    def show(atom: Any) -> str:
+        if isinstance(atom, compat.Literal):
+            return str(atom.val)
+        return letters.setdefault(atom, chr(ord("a") + len(letters)))
+
+    lines = ["in " + " ".join(map(show, jaxpr.invars))]
+    for equation in jaxpr.eqns:
+        operands = " ".join(map(show, equation.invars))
+        name = "remat" if equation.primitive is compat.remat_p else equation.primitive.name
+        lines.append(f"{' '.join(map(show, equation.outvars))} = {name} {operands}")
+        if equation.primitive is compat.remat_p:
+            lines += ["  " + line for line in outline(equation.params["jaxpr"])]
+    return [*lines, "out " + " ".join(map(show, jaxpr.outvars))]
+
+
+WIDTHS = [3, 5, 4, 6, 2]
+
+
+def mlp_state() -> tuple[list, list]:
+    rng = np.random.default_rng(0)
+    weights = [jnp.asarray(rng.normal(size=pair), jnp.float32) for pair in pairwise(WIDTHS)]
+    return weights, [0.1 * w for w in weights]
+
+
+BATCH = jnp.linspace(-1, 1, 21).reshape(7, 3), jnp.linspace(0, 1, 14).reshape(7, 2)
+
+
+def loss(weights: list, x: jax.Array, y: jax.Array) -> jax.Array:
+    for w in weights:
+        x = jnp.tanh(x @ w)
+    return jnp.mean((x - y) ** 2)
+
+
+def momentum_step(weights: list, moments: list, x: jax.Array, y: jax.Array) -> Any:
+    value, grads = jax.value_and_grad(loss)(weights, x, y)
+    moments = [0.9 * m + g for m, g in zip(moments, grads, strict=True)]
+    return [w - 0.1 * m for w, m in zip(weights, moments, strict=True)], moments, value
+
+
+def mlp_bridge() -> Bridge:
+    return bridge_of(momentum_step, *mlp_state(), *BATCH, donated=2)
+
+
+def forward_products(bridge: Bridge) -> list[int]:
+    """The results of x @ w, first layer first."""
+    products = [op for op in bridge.graph.ops if op.name == "dot_general"]
+    return [op.outputs[0] for op in products[: len(WIDTHS) - 1]]
+
+
+def mlp_schedule(bridge: Bridge) -> tuple[Schedule, frozenset[int]]:
+    """Layers 3 and 1 are made again, one after the other, from the saved products of layers 2 and 4."""
+    products = forward_products(bridge)
+    order = early_order(bridge.graph)
+    made = [order.index(bridge.graph.producer[value]) for value in products]
+    saved = frozenset({products[1], products[3]})
+    turn = made[3] + 1
+    schedule = derive(bridge.graph, Choice(saved, (turn,), (made[2], turn)), order)
+    assert [bridge.graph.ops[op].name for op in schedule.recomputed].count("dot_general") == 2
+    assert sum(run.recomputed for run in schedule.runs) == 2
+    return schedule, saved
+
+
+def three_steps(step: Callable, state: list, batch: tuple) -> list[list[np.ndarray]]:
+    """All leaves after each step."""
+    seen = []
+    for _ in range(3):
+        results = step(*state, *batch)
+        seen.append([np.asarray(leaf) for leaf in results])
+        state = results[: len(state)]
+    return seen
+
+
+def test_a_recomputed_mlp_trains_bit_for_bit_like_the_plain_one() -> None:
+    bridge = mlp_bridge()
+    schedule, saved = mlp_schedule(bridge)
+    plain = written(bridge, save_everything(bridge.graph))
+    state = jax.tree.leaves(mlp_state())
+
+    def given(*leaves: Any) -> list:
+        weights, moments = leaves[:4], leaves[4:8]
+        return jax.tree.leaves(momentum_step(list(weights), list(moments), *leaves[8:]))
+
+    remade = written(bridge, schedule, dict.fromkeys(saved, "kept"))
+    results = [three_steps(jax.jit(fun, compiler_options=OPTIONS), state, BATCH) for fun in (given, plain, remade)]
+    for step in range(3):
+        for expected, without, got in zip(*(result[step] for result in results), strict=True):
+            np.testing.assert_array_equal(without, expected)
+            np.testing.assert_array_equal(got, expected)
+    assert not np.array_equal(results[0][0][0], results[0][2][0])
+
+
+def test_the_recomputation_is_in_the_compiled_step() -> None:
+    bridge = mlp_bridge()
+    schedule, _ = mlp_schedule(bridge)
+    leaves = jax.tree.leaves((mlp_state(), BATCH))
+    plain, remade = (
+        jax.jit(written(bridge, s), compiler_options=OPTIONS).lower(*leaves).compile().cost_analysis()["flops"]
+        for s in (save_everything(bridge.graph), schedule)
+    )
+    products = 2 * 7 * (3 * 5 + 4 * 6)  # of layers 1 and 3
+    assert remade - plain >= products
+    assert schedule.extra_flops(bridge.graph) >= products
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_schedule_computes_the_same(seed: int) -> None:
+    bridge = mlp_bridge()
+    source = random.Random(seed)
+    order = early_order(bridge.graph)
+    schedule = derive(bridge.graph, random_choice(source, bridge.graph), order)
+    leaves = jax.tree.leaves((mlp_state(), BATCH))
+    expected = jax.tree.leaves(momentum_step(*mlp_state(), *BATCH))
+    with jax.disable_jit():
+        got = written(bridge, schedule)(*leaves)
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    jaxpr_of(bridge, schedule)
+
+
+def test_what_is_saved_carries_its_name_once() -> None:
+    bridge = mlp_bridge()
+    schedule, saved = mlp_schedule(bridge)
+    products = forward_products(bridge)
+    names = {products[3]: "layer 4", products[1]: "layer 2"}
+    jaxpr = jaxpr_of(bridge, schedule, names)
+    marks = [equation for equation in equations(jaxpr, inside=True) if equation.primitive is compat.name_p]
+    assert [mark.params["name"] for mark in marks] == ["layer 2", "layer 4"]
+    maker = {variable: equation for equation in equations(jaxpr) for variable in equation.outvars}
+    assert [maker[mark.invars[0]].primitive.name for mark in marks] == ["dot_general"] * 2
+    assert [mark.invars[0].aval.shape for mark in marks] == [(7, 4), (7, 2)]
+    # Everything behind reads what carries the name.
+    for mark in marks:
+        readers = [e for e in equations(jaxpr) if any(atom is mark.invars[0] for atom in e.invars)]
+        assert readers == [mark]
+    assert saved == names.keys()
+
+
+def test_each_recomputed_run_is_what_a_differentiated_checkpoint_leaves() -> None:
+    bridge = mlp_bridge()
+    schedule, saved = mlp_schedule(bridge)
+    jaxpr = jaxpr_of(bridge, schedule, dict.fromkeys(saved, "kept"))
+    remats = [equation for equation in equations(jaxpr) if equation.primitive is compat.remat_p]
+    runs = [run for run in schedule.runs if run.recomputed]
+    assert len(remats) == len(runs)
+    for equation, run in zip(remats, runs, strict=True):
+        assert equation.params["differentiated"] is True
+        assert np.all(equation.params["prevent_cse"])
+        policy = equation.params["policy"]
+        assert policy(compat.name_p, name="kept")
+        assert not policy(compat.name_p, name="other")
+        inner = names_of(equation.params["jaxpr"])
+        assert inner.count("dot_general") == [bridge.graph.ops[op].name for op in run.ops].count("dot_general")
+
+
+def test_a_run_waits_for_the_cotangents_and_hands_them_on() -> None:
+    bridge = mlp_bridge()
+    jaxpr = jaxpr_of(bridge, mlp_schedule(bridge)[0])
+    remats = [equation for equation in equations(jaxpr) if equation.primitive is compat.remat_p]
+    for equation in remats:
+        inner = equation.params["jaxpr"]
+        inner = compat.bare_jaxpr(inner)
+        handed_on = [result for result in inner.outvars if result in set(inner.invars)]
+        assert handed_on
+        # What went through the barrier is read behind it and no more in front of it.
+        entered = [a for a, b in zip(equation.invars, inner.invars, strict=True) if b in set(handed_on)]
+        behind = list(equations(jaxpr))[list(equations(jaxpr)).index(equation) + 1 :]
+        assert not {id(a) for a in entered} & {id(a) for later in behind for a in later.invars}
+
+
+def test_a_tiny_step_is_written_as_typed() -> None:
+    def step(x, w):  # shapes differ, so that no two values can be mixed up
+        a = x @ w  # (2, 3)
+        b = a @ jnp.transpose(a)  # (2, 2)
+        return b @ a  # (2, 3)
+
+    bridge = bridge_of(step, jnp.ones((2, 4)), jnp.ones((4, 3)))
+    x, w = bridge.program.inputs
+    assert (bridge.graph.ops[0].name, bridge.graph.ops[0].inputs) == ("dot_general", (x, w))
+    products = [index for index, op in enumerate(bridge.graph.ops) if op.name == "dot_general"]
+    first, last = products[0], len(bridge.graph.ops) - 1
+    runs = (Run(tuple(range(last))), Run((first,), recomputed=True), Run((last,)))
+    names = {bridge.graph.ops[products[1]].outputs[0]: "b"}
+    assert outline(jaxpr_of(bridge, Schedule(runs), names)) == [
+        "in a b",
+        "c = dot_general a b",
+        "d = transpose c",
+        "e = dot_general c d",
+        "f = name e",
+        "g h = remat a b f",
+        "  in a b c",
+        "  d = dot_general a b",
+        "  out d c",
+        "i = dot_general h g",
+        "out i",
+    ]
+
+
+def test_constants_and_virtual_values_are_made_in_each_run_that_reads_them() -> None:
+    def step(x):
+        scale = lax.full((2, 2), 3.0, jnp.float32)  # depends on no input
+        a = x @ x
+        b = (a * scale + 1.0) @ x
+        return (b * scale) @ a
+
+    bridge = bridge_of(step, jnp.ones((2, 2)))
+    assert [op.name for op in bridge.graph.ops] == ["dot_general", "add", "dot_general", "mul", "dot_general"]
+    runs = (Run((0, 1)), Run((0, 1), recomputed=True), Run((2, 3, 4)))
+    jaxpr = jaxpr_of(bridge, Schedule(runs))
+    (remat,) = [equation for equation in equations(jaxpr) if equation.primitive is compat.remat_p]
+    broadcasts = [e for e in equations(jaxpr) if e.primitive is primitives.broadcast_in_dim_p]
+    assert len(broadcasts) == 2  # in the run before and in the run behind
+    assert names_of(remat.params["jaxpr"]) == ["dot_general", "broadcast_in_dim", "mul", "add"]
+    assert not {v for e in broadcasts for v in e.outvars} & set(remat.invars)
+    x = jnp.linspace(0, 1, 4).reshape(2, 2)
+    np.testing.assert_allclose(written(bridge, Schedule(runs))(x)[0], step(x), rtol=1e-6)
+
+
+def test_saving_everything_writes_every_equation_once() -> None:
+    def step(x):
+        a = jnp.sin(x)
+        b = jnp.exp(a)
+        square = (a + b) * (b + a)  # each needed by two
+        cube = square * square * a
+        return jnp.sum(cube) + jnp.sum(square)
+
+    for fun, arguments in ((step, (jnp.ones((3,)),)), (momentum_step, (*mlp_state(), *BATCH))):
+        bridge = bridge_of(fun, *arguments)
+        jaxpr = jaxpr_of(bridge, save_everything(bridge.graph))
+        program = Counter(equation.primitive.name for equation in bridge.program.equations)
+        assert Counter(names_of(jaxpr)) == program
+
+
+def test_arrays_of_the_closure_reach_a_recomputed_run() -> None:
+    table = jnp.linspace(0, 1, 4).reshape(2, 2)
+    host = np.full((2, 2), 2.0, np.float32)
+
+    def step(x):
+        a = x @ (table + host)
+        b = a @ x
+        return b @ a
+
+    bridge = bridge_of(step, table)
+    last = len(bridge.graph.ops) - 1
+    schedule = Schedule((Run(tuple(range(last))), Run(tuple(range(last - 1)), recomputed=True), Run((last,))))
+    jaxpr_of(bridge, schedule)
+    np.testing.assert_allclose(written(bridge, schedule)(table)[0], step(table), rtol=1e-6)
+
+
+def test_prints_happen_once_and_in_order(capfd: pytest.CaptureFixture) -> None:
+    def step(x):
+        jax.debug.print("first {}", x[0, 0], ordered=True)
+        a = x @ x
+        jax.debug.print("second {}", a[0, 0], ordered=True)
+        return a @ (a @ x)
+
+    bridge = bridge_of(step, jnp.eye(2))
+    graph = bridge.graph
+    turn = len(graph.ops) - 1
+    schedule = derive(graph, Choice(turning_points=(turn,)), range(len(graph.ops)))
+    assert schedule.recomputed
+    jax.jit(written(bridge, schedule))(jnp.eye(2))
+    jax.effects_barrier()
+    assert capfd.readouterr().out.split("\n")[:-1] == ["first 1.0", "second 1.0"]
+
+
+def test_a_dropout_mask_that_is_made_again_is_the_same() -> None:
+    def objective(w, x, key):
+        kept = jax.random.bernoulli(key, 0.5, (7, 5))
+        hidden = jnp.where(kept, jnp.tanh(x @ w), 0.0)
+        return jnp.sum((hidden @ w.T) ** 2)
+
+    arguments = (jnp.linspace(0, 1, 15).reshape(3, 5), BATCH[0], jax.random.key(3))
+    bridge = bridge_of(jax.grad(objective), *arguments)
+    order = range(len(bridge.graph.ops))
+    turn = len(bridge.graph.ops) - 2
+    schedule = derive(bridge.graph, Choice(turning_points=(turn,)), order)
+    assert "random_bits" in {bridge.graph.ops[op].name for op in schedule.recomputed}
+    got = jax.jit(written(bridge, schedule), compiler_options=OPTIONS)(*arguments)
+    np.testing.assert_allclose(got[0], jax.grad(objective)(*arguments), rtol=1e-5)
+
+
+def test_outputs_may_be_arguments_numbers_constants_virtual_values_or_the_same_twice() -> None:
+    def step(x):
+        y = x @ x
+        return y, x, 2.0, jnp.zeros(3), y, y + 1.0, jnp.sum(y)
+
+    bridge = bridge_of(step, jnp.ones((2, 2)))
+    got = written(bridge, save_everything(bridge.graph))(jnp.ones((2, 2)))
+    for one, other in zip(got, step(jnp.ones((2, 2))), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_loops_are_recomputed_whole() -> None:
+    def step(x):
+        a, _ = lax.scan(lambda c, row: (jnp.sin(c @ x), row), x, jnp.arange(3.0))
+        return (a @ x) @ a
+
+    bridge = bridge_of(step, BATCH[0][:3])
+    last = len(bridge.graph.ops) - 1
+    scan = next(index for index, op in enumerate(bridge.graph.ops) if op.name == "scan")
+    runs = (Run(tuple(range(last))), Run((scan,), recomputed=True), Run((last,)))
+    jaxpr = jaxpr_of(bridge, Schedule(runs))
+    assert names_of(jaxpr, inside=True).count("scan") == 2
+    np.testing.assert_allclose(written(bridge, Schedule(runs))(BATCH[0][:3])[0], step(BATCH[0][:3]), rtol=1e-6)
+
+
+def test_an_update_in_place_waits_for_the_last_reader_of_the_old_weight() -> None:
+    barrier = compat.barrier_p.name
+    plain = [bridge_of(momentum_step, *mlp_state(), *BATCH, donated=count) for count in (0, 2)]
+    counts = [names_of(jaxpr_of(b, derive(b.graph, Choice(), early_order(b.graph)))).count(barrier) for b in plain]
+    # All layers but the first have a cotangent that reads the old weight, and that no update leads to.
+    assert counts == [0, len(WIDTHS) - 2]
+
+
+def test_the_names_of_scopes_stay() -> None:
+    def step(x):
+        with jax.named_scope("block"):
+            a = x @ x
+        return (a @ x) @ a
+
+    bridge = bridge_of(step, jnp.ones((2, 2)))
+    schedule = Schedule((Run((0, 1)), Run((0,), recomputed=True), Run((2,))))
+    products = [e for e in equations(jaxpr_of(bridge, schedule), inside=True) if e.primitive.name == "dot_general"]
+    assert ["block" in str(e.source_info.name_stack) for e in products] == [True, False, True, False]
