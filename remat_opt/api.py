@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from remat_opt.adapters import adapt
+from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.optimized import OptimizedFunction, merge_options
 from remat_opt.plan import Plan
 from remat_opt.planning import Settings, check_settings
@@ -81,6 +82,47 @@ def optimize(
             "write remat_opt.optimize(train_step), without calling train_step"
         )
     return OptimizedFunction(fun, settings, dict(jit_options))
+
+
+def frontier(
+    fun: Callable,
+    *args: Any,
+    target: str | Target | None = None,
+    solver: str = "auto",
+    budgets: int = 12,
+    **kwargs: Any,
+) -> Frontier:
+    """What a step would cost at every amount of memory: the Pareto front of predicted peak and extra time.
+
+    Args:
+        fun: a plain or a `jax.jit`-ed step, as for `optimize`.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        target: the device to plan for; default: the attached backend.
+        solver: name of the search.
+        budgets: how many budgets between the least and the plain peak are solved for.
+        **kwargs: keyword arguments of the step.
+
+    Returns:
+        A `Frontier`, from the least memory to the step as it was given. Nothing is compiled; give a point's plan to
+        `optimize(fun, plan=point.plan)`.
+    """
+    settings = check_settings(
+        budget=None,
+        target=target,
+        solver=solver,
+        plan=None,
+        verify=False,
+        keep_user_checkpoints=False,
+        on_error="raise",
+    )
+    if isinstance(fun, OptimizedFunction):
+        return trace_frontier(fun.original, settings, fun.options, args, kwargs, budgets)
+    if compat.is_jitted(fun):
+        description = compat.describe_jit(fun)
+        return trace_frontier(description.fun, settings, description.options, args, kwargs, budgets)
+    if not callable(fun):
+        raise TypeError(f"expected a function (plain or jax.jit), got {type(fun).__name__}")
+    return trace_frontier(fun, settings, {}, args, kwargs, budgets)
 
 
 def _optimize_jitted(jitted: Callable, settings: Settings, jit_options: dict[str, Any]) -> OptimizedFunction:

@@ -195,6 +195,10 @@ class OptimizedFunction:
                 self._forget_compiled(with_ours)
             return decision
 
+    def prepare(self, *args, **kwargs) -> Prepared:
+        """Trace and read the step for these arguments, without searching."""
+        return self._prepare(self._plain.trace(*args, **kwargs))
+
     def _prepare(self, traced: Any) -> Prepared:
         captured = capture_traced(traced, keep_checkpoints=self._settings.keep_user_checkpoints)
         return prepare(captured, resolve_target(self._settings.target))

@@ -177,6 +177,11 @@ def run_as_given(prepared: Prepared, settings: Settings, note: str) -> Decision:
     return _Decider(prepared, settings, None).plain(note)
 
 
+def decision_of(prepared: Prepared, settings: Settings, solution: Solution) -> Decision:
+    """The decision for a solution that was found elsewhere; nothing is compiled."""
+    return _Decider(prepared, settings, None).decision(solution)
+
+
 class _Decider:
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
         self.prepared = prepared

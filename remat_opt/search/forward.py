@@ -38,6 +38,8 @@ class Forward:
         ops: for each vertex its op.
         values: for each vertex the results that are saved or forgotten with it.
         predecessors: for each vertex the vertices whose values it reads.
+        nearest: for each vertex the last vertex that it depends on, also through values that are saved in any case; −1
+            where there is none.
         always: values that are saved in any case.
     """
 
@@ -46,6 +48,7 @@ class Forward:
     ops: tuple[int, ...]
     values: tuple[tuple[int, ...], ...]
     predecessors: tuple[tuple[int, ...], ...]
+    nearest: tuple[int, ...]
     always: frozenset[int]
 
     def __len__(self) -> int:
@@ -147,19 +150,33 @@ def forward_part(problem: Problem) -> Forward:
         tuple(ops),
         tuple(tuple(v for v in graph.ops[op].outputs if v in needed) for op in ops),
         tuple(tuple(sorted(vertex[read] for read in reads[op] if read not in twigs)) for op in ops),
+        _nearest(problem, turn, vertex),
         frozenset(always),
     )
 
 
+def _nearest(problem: Problem, turn: int, vertex: dict[int, int]) -> tuple[int, ...]:
+    last = dict.fromkeys(problem.graph.inputs, -1)  # for each value its vertex, or the last one that it depends on
+    nearest: list[int] = []
+    for index in problem.order[:turn]:
+        op = problem.graph.ops[index]
+        before = max((last[value] for value in op.inputs), default=-1)
+        if index in vertex:
+            nearest.append(before)
+        last.update(dict.fromkeys(op.outputs, vertex.get(index, before)))
+    return tuple(nearest)
+
+
 def _smallest(values: Sequence[int], sizes: Sequence[int]) -> set[int]:
-    """The smallest values that together have at most `SMALL_SHARE` of the bytes."""
+    """The smallest values that together have at most `SMALL_SHARE` of the bytes, all of a size or none."""
     left = sum(sizes[value] for value in values) * SMALL_SHARE
     smallest: set[int] = set()
-    for value in sorted(values, key=lambda value: (sizes[value], value)):
-        left -= sizes[value]
+    for size, same in itertools.groupby(sorted(values, key=sizes.__getitem__), key=sizes.__getitem__):
+        group = list(same)
+        left -= size * len(group)
         if left < 0:
             break
-        smallest.add(value)
+        smallest.update(group)
     return smallest
 
 

@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.stages import Stages, best_of, segments_choice, stages_before_peak, sweep
+from remat_opt.search.stages import Stages, best_of, later_bytes, segments_choice, stages_before_peak, sweep
 
 MOST_STAGES = 120
 SLOTS = 400
@@ -160,16 +160,22 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    table = _table(stages)
-    plans = _least_seconds(table, problem.plain.peak if budget is None else min(2 * budget, problem.plain.peak))
+    best = best_of(problem, [one for table in _tables(stages) for one in _simulated(stages, table, budget)], budget)
+    return best if budget is None or best.peak <= budget else best_of(problem, [best, solve(problem, None)], budget)
 
-    def simulated(plan: _Plan) -> Solution:
+
+def _simulated(stages: Stages, table: _Table, budget: int | None) -> list[Solution]:
+    """The plans of least peak and some of those of least seconds, see `sweep`."""
+    problem = stages.problem
+    capacity = problem.plain.peak if budget is None else min(2 * budget, problem.plain.peak)
+    plans = _least_seconds(table, capacity)
+
+    def solution(plan: _Plan) -> Solution:
         return problem.solution(segments_choice(stages, plan.ends, plan.kept))
 
     # A plan that keeps nothing may do better where the plain step's live sets mislead.
-    least = [simulated(_least_peak(table, keep)) for keep in (False, True)]
-    best = best_of(problem, [*least, *sweep(lambda index: simulated(plans[index]), len(plans), budget)], budget)
-    return best if budget is None or best.peak <= budget else best_of(problem, [best, solve(problem, None)], budget)
+    least = [solution(_least_peak(table, keep)) for keep in (False, True)]
+    return [*least, *sweep(lambda index: solution(plans[index]), len(plans), budget)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,18 +211,28 @@ class _Table:
     seconds: np.ndarray
 
 
-def _table(stages: Stages) -> _Table:
+def _tables(stages: Stages) -> tuple[_Table, _Table]:
+    """Without and with what was made behind a segment and is still there when it runs backward.
+
+    In the plain step's order; where backward ops of several segments mix, that may be too much.
+    """
     costs, count = stages.costs, len(stages)
-    backward, forward, crossing, kept = np.zeros((4, count, count), dtype=np.int64)
+    backward, forward, crossing, kept, later = np.zeros((5, count, count), dtype=np.int64)
+    _, behind = later_bytes(stages)
     for i in range(count):
         for j in range(i + 1, count):
             backward[i, j] = costs.backward_peak(i, j)
             forward[i, j] = costs.forward_peak(i, j)
             crossing[i, j] = costs.crossing_bytes(i, j)
             kept[i, j] = costs.kept_bytes(i, j)
+            later[i, j] = behind[j - 1]
     last = np.array([costs.backward_peak(i, None) for i in range(count)], dtype=np.int64)
     before = stages.cuts.seconds[stages.cuts.positions]
-    return _Table(backward, np.maximum(backward, forward), crossing, kept, last, before[None, :] - before[:, None])
+    seconds = before[None, :] - before[:, None]
+    return (
+        _Table(backward, np.maximum(backward, forward), crossing, kept, last, seconds),
+        _Table(backward + later, np.maximum(backward + later, forward), crossing, kept, last, seconds),
+    )
 
 
 def _least_peak(table: _Table, keep: bool) -> _Plan:

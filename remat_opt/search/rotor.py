@@ -31,7 +31,16 @@ from collections.abc import Sequence
 import numpy as np
 
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.stages import Held, NestedPlan, Stages, best_of, nested_solution, stages_before_peak, sweep
+from remat_opt.search.stages import (
+    Held,
+    NestedPlan,
+    Stages,
+    best_of,
+    later_bytes,
+    nested_solution,
+    stages_before_peak,
+    sweep,
+)
 
 MOST_STAGES = 60
 SLOTS = 300
@@ -215,21 +224,24 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    model = _model_of_graph(stages)
+    models = _models_of_graph(stages)
     if budget is not None:
-        best = best_of(problem, _simulated(stages, model, min(2 * budget, problem.plain.peak), budget), budget)
+        best = best_of(problem, _simulated(stages, models, min(2 * budget, problem.plain.peak), budget), budget)
         if best.peak <= budget:
             return best
-    best = best_of(problem, _simulated(stages, model, problem.plain.peak, None), budget)
-    return best_of(problem, [best, *_simulated(stages, model, best.peak * 5 // 4, None)], budget)  # in finer slots
+    best = best_of(problem, _simulated(stages, models, problem.plain.peak, None), budget)
+    return best_of(problem, [best, *_simulated(stages, models, best.peak * 5 // 4, None)], budget)  # in finer slots
 
 
-def _simulated(stages: Stages, model: _Model, capacity: int, budget: int | None) -> list[Solution]:
-    """Some solutions of the programme with at most `capacity` bytes, see `sweep`."""
+def _simulated(stages: Stages, models: Sequence[_Model], capacity: int, budget: int | None) -> list[Solution]:
+    """Some solutions of the programme with at most `capacity` bytes for each model, see `sweep`."""
     slot = max(1, -(-capacity // SLOTS))
-    programme = _Programme(model.in_slots(slot), -(-capacity // slot))
-    plans = [_plan(programme.sequence(memory)) for memory in programme.memories()]
-    return sweep(lambda index: nested_solution(stages, plans[index]), len(plans), budget)
+    solutions: list[Solution] = []
+    for model in models:
+        programme = _Programme(model.in_slots(slot), -(-capacity // slot))
+        plans = [_plan(programme.sequence(memory)) for memory in programme.memories()]
+        solutions += sweep(lambda index, plans=plans: nested_solution(stages, plans[index]), len(plans), budget)
+    return solutions
 
 
 def _plan(sequence: Sequence[Step]) -> NestedPlan:
@@ -249,7 +261,11 @@ def _plan(sequence: Sequence[Step]) -> NestedPlan:
     return NestedPlan(sweeps[0][1], before)
 
 
-def _model_of_graph(stages: Stages) -> _Model:
+def _models_of_graph(stages: Stages) -> tuple[_Model, _Model]:
+    """Without and with what was made behind a stage and is still there when it runs backward.
+
+    In the plain step's order; where backward ops of several stages mix, that may be too much.
+    """
     costs, cuts, count = stages.costs, stages.cuts, len(stages)
     saved = np.zeros((count, count), dtype=np.int64)
     for a in range(count):
@@ -257,18 +273,19 @@ def _model_of_graph(stages: Stages) -> _Model:
     ends = [*range(1, count), None]
     kept = [costs.kept_bytes(a, a + 1) for a in range(count - 1)] + [costs.residual_bytes(count - 1, None)]
     keeping = [costs.forward_peak(a, a + 1) for a in range(count - 1)] + kept[-1:]
-    reversing = [costs.backward_peak(a, end) for a, end in enumerate(ends)]
-    gradient, residual = _later_bytes(stages)
-    return _Model(
+    reversing = np.array([costs.backward_peak(a, end) for a, end in enumerate(ends)], dtype=np.int64)
+    later, residuals = later_bytes(stages)
+    model = _Model(
         forward=np.diff(cuts.seconds[[*cuts.positions, cuts.turn]]),
         backward=np.zeros(count),  # once in every plan
         saved=saved,
         swept=_swept(stages),
         kept=np.array(kept, dtype=np.int64),
         keeping=np.array(keeping, dtype=np.int64),
-        reversing=np.array(reversing, dtype=np.int64) + residual,
-        gradient=gradient,
+        reversing=reversing,
+        gradient=later - residuals,
     )
+    return model, dataclasses.replace(model, reversing=reversing + residuals, gradient=later)
 
 
 def _swept(stages: Stages) -> np.ndarray:
@@ -289,36 +306,3 @@ def _swept(stages: Stages) -> np.ndarray:
         most = np.maximum.accumulate(np.cumsum(change))
         swept[a, a + 1 :] = most[np.array(positions[a + 1 :], dtype=np.int64) - 1]
     return swept
-
-
-def _backward_starts(stages: Stages) -> list[int]:
-    """For each stage the position in the plain step at which its backward begins."""
-    costs, turn = stages.costs, stages.cuts.turn
-    starts = [turn] * len(stages)
-    for a in range(len(stages) - 2, -1, -1):
-        start, stop = stages.cuts.positions[a : a + 2]
-        low, high = np.searchsorted(costs.born, (start, stop))
-        starts[a] = starts[a + 1]
-        if low < high:
-            # Neither what the stage behind reads nor a small buffer says when.
-            large = np.flatnonzero(costs.size[low:high] * costs.RELEVANT >= costs.size[low:high].max()) + low
-            inside = large[costs.last_forward[large] < stop]
-            starts[a] = max(starts[a], min([*costs.first[inside], *costs.death[large]]))
-    return [int(start) for start in starts]
-
-
-def _later_bytes(stages: Stages) -> tuple[np.ndarray, np.ndarray]:
-    """What was made behind a stage and is there when its backward begins.
-
-    Returns:
-        For each stage the bytes of all of that, gradients too; and of what was made before the turning point.
-    """
-    turn = stages.cuts.turn
-    buffers = [buffer for buffer in stages.problem.plain.liveness.buffers if buffer.size]
-    gradients, residuals = np.zeros((2, len(stages)), dtype=np.int64)
-    for a, begin in enumerate(_backward_starts(stages)[:-1]):
-        stop = stages.cuts.positions[a + 1]
-        there = [buffer for buffer in buffers if stop <= buffer.birth < begin <= buffer.death]
-        gradients[a] = sum(buffer.size for buffer in there)
-        residuals[a] = sum(buffer.size for buffer in there if buffer.birth < turn)
-    return gradients, residuals

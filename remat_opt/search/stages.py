@@ -13,6 +13,8 @@ import bisect
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import numpy as np
+
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, join_runs
@@ -54,6 +56,39 @@ def stages_before_peak(problem: Problem, most: int) -> Stages | None:
         return None
     cuts = Cuts(problem.graph, problem.order, turn, most)
     return Stages(problem, cuts, SegmentCosts(cuts, problem.plain.liveness))
+
+
+def _backward_starts(stages: Stages) -> list[int]:
+    """For each stage the position in the plain step at which its backward begins."""
+    costs, turn = stages.costs, stages.cuts.turn
+    starts = [turn] * len(stages)
+    for a in range(len(stages) - 2, -1, -1):
+        start, stop = stages.cuts.positions[a : a + 2]
+        low, high = np.searchsorted(costs.born, (start, stop))
+        starts[a] = starts[a + 1]
+        if low < high:
+            # Neither what the stage behind reads nor a small buffer says when.
+            large = np.flatnonzero(costs.size[low:high] * costs.RELEVANT >= costs.size[low:high].max()) + low
+            inside = large[costs.last_forward[large] < stop]
+            starts[a] = max(starts[a], min([*costs.first[inside], *costs.death[large]]))
+    return [int(start) for start in starts]
+
+
+def later_bytes(stages: Stages) -> tuple[np.ndarray, np.ndarray]:
+    """What was made behind a stage and is there when its backward begins.
+
+    Returns:
+        For each stage the bytes of all of that, gradients too; and of what was made before the turning point.
+    """
+    turn = stages.cuts.turn
+    buffers = [buffer for buffer in stages.problem.plain.liveness.buffers if buffer.size]
+    gradients, residuals = np.zeros((2, len(stages)), dtype=np.int64)
+    for a, begin in enumerate(_backward_starts(stages)[:-1]):
+        stop = stages.cuts.positions[a + 1]
+        there = [buffer for buffer in buffers if stop <= buffer.birth < begin <= buffer.death]
+        gradients[a] = sum(buffer.size for buffer in there)
+        residuals[a] = sum(buffer.size for buffer in there if buffer.birth < turn)
+    return gradients, residuals
 
 
 def segments_choice(stages: Stages, ends: Sequence[int], kept: Sequence[bool] = ()) -> Choice:

@@ -1,0 +1,97 @@
+"""`frontier`: memory against time for one step, to look at or to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from remat_opt.optimized import OptimizedFunction
+from remat_opt.plan import Plan
+from remat_opt.planning import Prepared, Settings, decision_of
+from remat_opt.search import SOLVERS, Solution
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontierPoint:
+    """One schedule that no other found schedule beats in both memory and time. All figures are predictions.
+
+    Attributes:
+        peak_bytes: peak of temporary memory.
+        extra_seconds: estimated time of the recomputation, by the target's roofline.
+        extra_flops: FLOPs of the recomputation.
+        plan: the plan to give to `optimize(fun, plan=point.plan)`.
+    """
+
+    peak_bytes: int
+    extra_seconds: float
+    extra_flops: float
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """The points from the least memory to the step as it was given; iterates over them."""
+
+    points: tuple[FrontierPoint, ...]
+
+    def __iter__(self) -> Iterator[FrontierPoint]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> FrontierPoint:
+        return self.points[index]
+
+    def cheapest_within(self, peak_bytes: int) -> FrontierPoint:
+        """The point of least extra time whose predicted peak is at most `peak_bytes`.
+
+        Raises:
+            ValueError: there is none; the message says the least peak.
+        """
+        fitting = [point for point in self.points if point.peak_bytes <= peak_bytes]
+        if not fitting:
+            raise ValueError(f"expected at least {self.points[0].peak_bytes} bytes, got {peak_bytes}")
+        return fitting[-1]
+
+    def __str__(self) -> str:
+        given = self.points[-1].plan.predicted
+        lines = [f"{'peak':>12}  {'of plain':>8}  {'extra FLOPs':>11}  {'extra time':>10}"]
+        for point in self.points:
+            lines.append(
+                f"{point.peak_bytes / 1e6:9.1f} MB  {point.peak_bytes / max(given.plain_peak_bytes, 1):8.0%}  "
+                f"{point.extra_flops / max(given.flops, 1):11.1%}  {point.extra_seconds / (given.seconds or 1):10.1%}"
+            )
+        return "\n".join(lines)
+
+
+def trace_frontier(
+    fun: Callable, settings: Settings, options: dict[str, Any], args: tuple, kwargs: dict, budgets: int
+) -> Frontier:
+    """Solve for budgets spread between the least and the plain peak and keep what is on the Pareto front."""
+    function = OptimizedFunction(fun, settings, options)
+    prepared = function.prepare(*args, **kwargs)
+    solutions = _solutions(prepared, settings.solver, budgets)
+    front: list[Solution] = []
+    for solution in sorted(solutions, key=lambda one: (one.extra_seconds, one.peak)):
+        if not front or solution.peak < front[-1].peak:
+            front.append(solution)
+    points = []
+    for solution in reversed(front):
+        plan = decision_of(prepared, settings, solution).plan
+        points.append(
+            FrontierPoint(plan.predicted.peak_bytes, solution.extra_seconds, plan.predicted.extra_flops, plan)
+        )
+    return Frontier(tuple(points))
+
+
+def _solutions(prepared: Prepared, solver: str, budgets: int) -> list[Solution]:
+    problem = prepared.problem
+    least, plain = SOLVERS[solver](problem, None), problem.plain
+    solutions = [least, plain]
+    if least.peak < plain.peak:
+        for index in range(1, budgets + 1):
+            budget = least.peak + (plain.peak - least.peak) * index // (budgets + 1)
+            solutions.append(SOLVERS[solver](problem, budget))
+    return solutions

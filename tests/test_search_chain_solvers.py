@@ -1,0 +1,259 @@
+"""`chen`, `hong` and `rotor` as solvers of graphs: what they return is valid, simulated and never worse than plain."""
+
+import collections
+import itertools
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from random_graphs import training_chain, training_graph
+
+from remat_opt.graph.fusion import fuse
+from remat_opt.graph.graph import Graph, chain
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import Run
+from remat_opt.graph.timeline import timeline
+from remat_opt.search import Problem, Solution, Solver, chen, hong, rotor
+from remat_opt.search.stages import (
+    Held,
+    NestedPlan,
+    Stages,
+    nested_solution,
+    segments_choice,
+    stages_before_peak,
+    sweep,
+)
+
+SOLVERS = {"chen": chen.solve, "hong": hong.solve, "rotor": rotor.solve}
+each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
+
+
+def random_problem(seed: int) -> Problem:
+    source = random.Random(seed)
+    graph = training_graph(source, source.randint(1, 12))
+    return Problem(fuse(graph).graph if seed % 2 else graph)
+
+
+def again(*ops: int) -> Run:
+    return Run(ops, recomputed=True)
+
+
+def stages_of(problem: Problem, most: int = 60) -> Stages:
+    stages = stages_before_peak(problem, most)
+    assert stages is not None
+    return stages
+
+
+def check(problem: Problem, solution: Solution) -> None:
+    """What a solution says of its schedule is what the liveness model says."""
+    graph, schedule = problem.graph, solution.schedule
+    timeline(graph, schedule)  # raises where a value is read too early
+    assert [op for run in schedule.runs if not run.recomputed for op in run.ops] == list(problem.order)
+    assert all(graph.ops[op].repeatable for op in schedule.recomputed)
+    assert solution.peak == simulate(graph, schedule).peak
+    assert solution.extra_seconds == schedule.extra_seconds(graph)
+
+
+@each_solver
+@pytest.mark.parametrize("seed", range(60))
+def test_schedules_are_valid_simulated_and_never_worse_than_plain(solve: Solver, seed: int) -> None:
+    problem = random_problem(seed)
+    plain = problem.plain.peak
+    least = solve(problem, None)
+    check(problem, least)
+    assert least.peak <= plain
+    if least.peak == plain:
+        assert least is problem.plain
+    budget = (least.peak + plain) // 2
+    found = solve(problem, budget)
+    check(problem, found)
+    assert found.peak <= budget
+    assert solve(problem, plain) is problem.plain
+    assert solve(problem, least.peak - 1).peak <= least.peak
+
+
+@each_solver
+@pytest.mark.parametrize(
+    "graph",
+    [Graph((), ()), chain([3]), chain([3, 4]), chain([5, 1, 1]), training_chain([4]), training_chain([0, 0, 0])],
+)
+def test_nothing_to_gain_is_the_plain_step(solve: Solver, graph: Graph) -> None:
+    problem = Problem(graph)
+    assert all(solve(problem, budget) is problem.plain for budget in (None, 0, 1000))
+
+
+@each_solver
+def test_the_more_memory_the_less_time_on_a_long_chain(solve: Solver) -> None:
+    problem = Problem(training_chain([3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9]))
+    least = solve(problem, None)
+    budgets = [least.peak + (problem.plain.peak - least.peak) * step // 8 for step in range(9)]
+    found = [solve(problem, budget) for budget in budgets]
+    assert all(one.peak <= budget for one, budget in zip(found, budgets, strict=True))
+    seconds = [one.extra_seconds for one in found]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == 0
+
+
+# Chains of unit values: the plain step of n layers holds n results and two cotangents.
+
+
+def test_chen_by_hand() -> None:
+    problem = Problem(training_chain([1] * 9))
+    assert problem.plain.peak == 11
+    solution = chen.solve(problem, None)
+    # Two segments, of five and six ops; the second is not made again.
+    assert solution.choice.saved == {5}
+    runs = (Run(tuple(range(14))), again(0, 1, 2, 3), Run((14, 15, 16, 17, 18)))
+    assert solution.schedule.runs == runs
+    assert (solution.peak, solution.extra_seconds) == (7, 4.0)
+
+
+def test_hong_by_hand() -> None:
+    problem = Problem(training_chain([1] * 9))
+    solution = hong.solve(problem, None)
+    # Longer segments first: the checkpoints behind a segment are free when it runs backward.
+    assert solution.choice.saved == {3, 6, 8}
+    assert solution.schedule.runs == (
+        Run(tuple(range(11))),
+        again(6),
+        Run((11, 12)),
+        again(3, 4),
+        Run((13, 14, 15)),
+        again(0, 1),
+        Run((16, 17, 18)),
+    )
+    assert (solution.peak, solution.extra_seconds) == (6, 5.0)
+
+
+def test_rotor_by_hand() -> None:
+    problem = Problem(training_chain([1] * 9))
+    solution = rotor.solve(problem, None)
+    # Everything from the start, two layers at a time: what is made on the way is forgotten, and made again.
+    assert solution.schedule.runs == (
+        Run(tuple(range(10))),
+        again(7),
+        Run((10, 11)),
+        again(0, 1, 2, 3, 4, 5),
+        Run((12, 13)),
+        again(0, 1, 2, 3),
+        Run((14, 15)),
+        again(0, 1),
+        Run((16, 17, 18)),
+    )
+    assert (solution.peak, solution.extra_seconds) == (5, 13.0)
+
+
+def test_an_op_may_run_again_several_times_and_a_long_chain_needs_no_more_memory_than_a_short_one() -> None:
+    found = {layers: rotor.solve(Problem(training_chain([1] * layers)), None) for layers in (9, 30)}
+    assert found[9].peak == found[30].peak == 5
+    assert max(collections.Counter(found[30].schedule.recomputed).values()) > 5
+    budget = 8
+    nested = rotor.solve(Problem(training_chain([1] * 30)), budget)
+    assert nested.peak <= budget < hong.solve(Problem(training_chain([1] * 30)), None).peak
+    assert nested.extra_seconds < found[30].extra_seconds / 2
+
+
+def test_a_nested_plan_is_followed() -> None:
+    # Stages are single ops here. First the inputs of 0, 3 and 5 are saved; stages 5 and 6 are kept.
+    stages = stages_of(Problem(training_chain([1] * 6)))
+    plan = NestedPlan(
+        Held((0, 3, 5), (5, 6)),
+        {4: Held((3, 4), (4,)), 3: Held((3,), (3,)), 0: Held((0, 1), (0, 1)), 1: Held((0, 1), (0, 1))},
+    )
+    solution = nested_solution(stages, plan)
+    assert solution.schedule.runs == (
+        Run((0, 1, 2, 3, 4, 5, 6, 7)),
+        again(3),  # the result of stage 4 is the saved input of stage 5
+        Run((8, 9)),
+        again(0, 1),  # stage 2 has no sweep of its own: its result is saved, its operand is made again
+        Run((10, 11, 12)),
+    )
+    check(stages.problem, solution)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_nested_plan_gives_a_valid_schedule(seed: int) -> None:
+    source = random.Random(seed)
+    stages = stages_before_peak(random_problem(seed), 60)
+    if stages is None:
+        return
+
+    def held() -> Held:
+        return Held(*(tuple(s for s in range(len(stages)) if source.random() < 0.3) for _ in range(2)))
+
+    before = {stage: held() for stage in range(len(stages)) if source.random() < 0.7}
+    check(stages.problem, nested_solution(stages, NestedPlan(held(), before)))
+
+
+def test_the_distance_to_the_best_segments() -> None:
+    """One level of recomputation on chains: all sets of segments, recomputed or kept, simulated."""
+    ratios: dict[str, list[float]] = {name: [] for name in SOLVERS}
+    for seed in range(40):
+        source = random.Random(seed)
+        problem = Problem(training_chain([source.randint(1, 20) for _ in range(source.randint(3, 6))]))
+        stages = stages_of(problem)
+        inner = range(1, len(stages))
+        ends = [chosen for number in range(len(inner) + 1) for chosen in itertools.combinations(inner, number)]
+        best = min(problem.solution(segments_choice(stages, chosen)).peak for chosen in ends)
+        for name, solve in SOLVERS.items():
+            ratios[name].append(solve(problem, None).peak / best)
+    print("\nSimulated peak over the best of all segments:")
+    for name, values in ratios.items():
+        print(f"  {name}: mean {sum(values) / len(values):.3f}, most {max(values):.3f}, least {min(values):.3f}")
+    assert min(ratios["chen"]) >= 1
+    assert max(ratios["hong"]) <= 1.25
+    assert max(ratios["rotor"]) <= 1.25
+
+
+def test_a_sweep_finds_the_last_plan_that_fits() -> None:
+    peaks = [1, 2, 3, 5, 4, 6, 7, 9, 8, 10]
+    problem = Problem(training_chain([1]))
+    asked: list[int] = []
+
+    class Simulated(Solution):
+        @property
+        def peak(self) -> int:
+            return self.extra_seconds.__trunc__()
+
+    def evaluate(index: int) -> Solution:
+        asked.append(index)
+        return Simulated(problem.plain.choice, problem.plain.schedule, problem.plain.liveness, peaks[index])
+
+    found = [one.peak for one in sweep(evaluate, len(peaks), 4)]
+    assert max(peak for peak in found if peak <= 4) == 4
+    assert len(asked) == len(set(asked))
+    assert sweep(evaluate, 0, 4) == sweep(evaluate, 0, None) == []
+
+
+DIGEST = """
+import hashlib, random, sys
+from random_graphs import training_graph
+from remat_opt.search import Problem, chen, hong, rotor
+digest = hashlib.sha256()
+for seed in range(12):
+    problem = Problem(training_graph(random.Random(seed), 12))
+    for solve in (chen.solve, hong.solve, rotor.solve):
+        for budget in (None, problem.plain.peak * 4 // 5):
+            solution = solve(problem, budget)
+            digest.update(repr((solution.schedule.runs, sorted(solution.choice.saved), solution.peak)).encode())
+print(digest.hexdigest())
+"""
+
+
+def test_the_same_schedule_under_every_hash_seed() -> None:
+    here = Path(__file__).parent
+    path = os.pathsep.join([str(here.parent), str(here)])
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", DIGEST],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("0", "1", "2")
+    }
+    assert len(digests) == 1
