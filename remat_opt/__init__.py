@@ -6,8 +6,8 @@ backward pass, and makes XLA recompute everything else.
 
 from remat_opt.api import frontier, optimize
 from remat_opt.budget import InfeasibleBudget
-from remat_opt.pareto import Frontier, FrontierPoint
 from remat_opt.optimized import OptimizedFunction, RematWarning
+from remat_opt.pareto import Frontier, FrontierPoint
 from remat_opt.plan import Plan, PlanError
 from remat_opt.report.explain import Explanation
 

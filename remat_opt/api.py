@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from remat_opt.adapters import adapt
-from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.optimized import OptimizedFunction, merge_options
+from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.plan import Plan
 from remat_opt.planning import Settings, check_settings
 from remat_opt.program import compat

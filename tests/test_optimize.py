@@ -16,6 +16,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import remat_opt.optimized
 from remat_opt import RematWarning, optimize
 
+pytestmark = pytest.mark.short
+
 WIDTH, LAYERS, BATCH = 32, 8, 256
 
 compiled: list[str] = []  # one entry for each time that XLA compiled something

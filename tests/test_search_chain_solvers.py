@@ -254,6 +254,6 @@ def test_the_same_schedule_under_every_hash_seed() -> None:
             text=True,
             check=True,
         ).stdout
-        for seed in ("0", "1", "2")
+        for seed in ("0", "1")
     }
     assert len(digests) == 1

@@ -12,8 +12,8 @@ can be made again from a alone. The tree divides a graph with one source and one
 `Node.interior` are the vertices strictly between a segment's ends; `Node.cost` is their bytes.
 
 Where the segments of step 3 leave edges over, each of those becomes a segment of its own; the authors' program gives up
-there. (Every edge lies on a chain between two vertices of step 3, which is an independent segment, but the greedy choice
-may have taken a part of it.)
+there. (Every edge lies on a chain between two vertices of step 3, which is an independent segment, but the greedy
+choice may have taken a part of it.)
 """
 
 from __future__ import annotations
@@ -83,22 +83,12 @@ def divide(edges: Sequence[Edge], sizes: Sequence[int]) -> Node:
 
 
 def _divide(source: int, target: int, edges: list[Edge], sizes: Sequence[int]) -> Node:
-    division, parts = Division.LEAF, []
-    if len(edges) > 1:
-        for division, rule in _RULES:
-            parts = rule(source, target, edges)
-            if len(parts) > 1:
-                break
+    attempts = ((division, rule(source, target, edges)) for division, rule in (_RULES if len(edges) > 1 else ()))
+    division, parts = next(((division, parts) for division, parts in attempts if len(parts) > 1), (Division.LEAF, []))
     interior = sorted({vertex for edge in edges for vertex in edge} - {source, target})
-    return Node(
-        source,
-        target,
-        tuple(interior),
-        tuple(edges),
-        division if len(parts) > 1 else Division.LEAF,
-        tuple(_divide(*part, sizes) for part in parts) if len(parts) > 1 else (),
-        sum(sizes[vertex] for vertex in interior),
-    )
+    children = tuple(_divide(*part, sizes) for part in parts)
+    cost = sum(sizes[vertex] for vertex in interior)
+    return Node(source, target, tuple(interior), tuple(edges), division, children, cost)
 
 
 Part = tuple[int, int, list[Edge]]
@@ -161,8 +151,8 @@ def independent_segments(source: int, target: int, edges: list[Edge]) -> list[tu
     """For each pair of eligible vertices its largest independent segment, as (a, b, edges as a bit set), if any.
 
     An interior vertex of [a, b] has all its ancestors but those before a behind a, so that every path to it passes a,
-    and likewise b. What is left of those when the ones with a neighbour elsewhere are dropped, and their neighbours, and
-    so on, is the segment.
+    and likewise b. What is left of those when the ones with a neighbour elsewhere are dropped, and their neighbours,
+    and so on, is the segment.
     """
     graph = _BitGraph(source, target, edges)
     found: list[tuple[int, int, int]] = []

@@ -60,26 +60,33 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     plain = problem.plain
     if budget is not None and plain.peak <= budget:
         return plain
-    forward = forward_part(problem)
-    if not len(forward):
-        return plain
-    tried: dict[tuple[int, ...], Solution] = {(): plain}
-
-    def simulated(checkpoints: Checkpoints) -> Solution:
-        if checkpoints.vertices not in tried:
-            tried[checkpoints.vertices] = _best_schedule(forward, checkpoints.vertices)
-        return tried[checkpoints.vertices]
-
-    search = _Search(divide(*with_ends(forward)), [0, *forward.sizes, 0])
-    for checkpoints in sorted(search.promising(), key=lambda c: (c.objective, c.max_term))[:_SIMULATED]:
-        simulated(checkpoints)
+    if "feng_huang" not in problem.memo:
+        problem.memo["feng_huang"] = _Schedules(forward_part(problem))
+    schedules: _Schedules = problem.memo["feng_huang"]
+    found = [plain, *map(schedules.of, schedules.search.best(_SIMULATED))]
     if budget is not None:
-        for checkpoints in search.saving_more():
-            simulated(checkpoints)
-        fitting = [solution for solution in tried.values() if solution.peak <= budget]
+        found += map(schedules.of, schedules.search.saving_more())
+        fitting = [solution for solution in found if solution.peak <= budget]
         if fitting:
             return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
-    return min(tried.values(), key=lambda solution: (solution.peak, solution.extra_seconds))
+    return min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
+
+
+class _Schedules:
+    """The simulated schedule of each set of checkpoints; none is simulated twice."""
+
+    def __init__(self, forward: Forward):
+        self.forward = forward
+        edges, sizes = with_ends(forward)
+        self.search = _Search(divide(edges, sizes), sizes)
+        self.known: dict[tuple[int, ...], Solution] = {(): forward.problem.plain}
+
+    def of(self, checkpoints: Checkpoints) -> Solution:
+        """The better schedule for a set of checkpoints: cuts behind them, or the connected parts between."""
+        if checkpoints.vertices not in self.known:
+            found = _schedules(self.forward, [vertex - 1 for vertex in checkpoints.vertices])
+            self.known[checkpoints.vertices] = min(found, key=lambda found: (found.peak, found.extra_seconds))
+        return self.known[checkpoints.vertices]
 
 
 def _spread(items: Sequence, most: int) -> list:
@@ -136,7 +143,7 @@ def checkpoints_of_chain(sizes: Sequence[int]) -> Checkpoints:
 
 def checkpoints_of_graph(edges: Sequence[Edge], sizes: Sequence[int]) -> Checkpoints:
     """The checkpoints of a graph by its division tree (see `divide` for the arguments)."""
-    return min(_Search(divide(edges, sizes), sizes).promising(), key=lambda c: (c.objective, c.max_term))
+    return _Search(divide(edges, sizes), sizes).best(1)[0]
 
 
 class _Search:
@@ -219,10 +226,13 @@ class _Search:
             intervals += [(low, middle), (middle, high)]
         return [self.known[term] for term in sorted(self.known)]
 
+    def best(self, most: int) -> list[Checkpoints]:
+        """The checkpoints with the least objectives."""
+        return sorted(self.promising(), key=lambda found: (found.objective, found.max_term))[:most]
+
     def saving_more(self) -> list[Checkpoints]:
         """Different checkpoints for some of the max terms below the best: more is saved, and less is made again."""
-        best = min(self.promising(), key=lambda c: (c.objective, c.max_term))
-        below = _spread(self.terms[: self.terms.index(best.max_term)], _CONSIDERED)
+        below = _spread(self.terms[: self.terms.index(self.best(1)[0].max_term)], _CONSIDERED)
         different = {found.vertices: found for found in map(self.least, below)}
         return _spread(list(different.values()), 2 * _SIMULATED)
 
@@ -249,19 +259,14 @@ def _linear_terms(node: Node, sizes: Sequence[int]) -> list[int]:
     return np.unique(upto[high] - joints[high] - upto[low]).tolist()
 
 
-def _best_schedule(forward: Forward, vertices: Sequence[int]) -> Solution:
-    """The better schedule for a set of checkpoints (numbered from 1): cuts behind them, or connected parts."""
-    if not vertices:
-        return forward.problem.plain
-    checkpoints = sorted(vertex - 1 for vertex in vertices)
-    order = forward.problem.order
-    place = {op: position for position, op in enumerate(order[: forward.turn])}
+def _schedules(forward: Forward, checkpoints: Sequence[int]) -> tuple[Solution, Solution]:
+    """Schedules with cuts behind the checkpoints, and with the connected parts between them as blocks."""
+    place = {op: position for position, op in enumerate(forward.problem.order[: forward.turn])}
     cuts = [place[forward.ops[vertex]] + 1 for vertex in checkpoints]
     block = _connected_parts(forward, checkpoints)
-    last = {block[vertex] for vertex in range(checkpoints[-1] + 1, len(forward))}
+    last = {block[vertex] for vertex in range(checkpoints[-1] + 1, len(forward))}  # not forgotten
     kept = {vertex for vertex in range(len(forward)) if block[vertex] in last}
-    candidates = (forward.solution_of_cuts(checkpoints, cuts), forward.solution({*checkpoints, *kept}, block))
-    return min(candidates, key=lambda solution: (solution.peak, solution.extra_seconds))
+    return forward.solution_of_cuts(checkpoints, cuts), forward.solution({*checkpoints, *kept}, block)
 
 
 def _connected_parts(forward: Forward, checkpoints: Sequence[int]) -> list[int]:

@@ -125,6 +125,12 @@ def turning_point(problem: Problem) -> int:
 
 def forward_part(problem: Problem) -> Forward:
     """The forward graph of a step; without vertices where nothing can be made again."""
+    if "forward" not in problem.memo:
+        problem.memo["forward"] = _forward_part(problem)
+    return problem.memo["forward"]
+
+
+def _forward_part(problem: Problem) -> Forward:
     graph, order = problem.graph, problem.order
     turn = turning_point(problem)
     there = {*graph.inputs, *graph.outputs, *graph.constants}

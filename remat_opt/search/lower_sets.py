@@ -29,7 +29,7 @@ from __future__ import annotations
 import dataclasses
 import fractions
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -72,41 +72,48 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     plain = problem.plain
     if budget is not None and plain.peak <= budget:
         return plain
-    forward = forward_part(problem)
-    if not len(forward):
-        return plain
-    blocks = Blocks(task_of(forward), lower_sets_of(forward))
-    tried = {(): plain}
-
-    def simulated(limit: float) -> Solution:
-        strategy = blocks.least_seconds(limit) or ()
-        if strategy not in tried:
-            tried[strategy] = solution_of(forward, [blocks.sets[index] for index in strategy])
-        return tried[strategy]
-
-    least, most = blocks.least_peak(), blocks.peak_of_saving_all()
-    _probe(simulated, least, most, budget)
-    fitting = [s for s in tried.values() if budget is not None and s.peak <= budget]
-    if fitting:
+    if "lower_sets" not in problem.memo:
+        problem.memo["lower_sets"] = _Search(forward_part(problem))
+    search: _Search = problem.memo["lower_sets"]
+    found = [plain, *search.near_least_peak()]
+    if budget is not None and any(solution.peak <= budget for solution in found):
+        found += search.near_budget(budget)
+        fitting = [solution for solution in found if solution.peak <= budget]
         return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
-    return min(tried.values(), key=lambda solution: (solution.peak, solution.extra_seconds))
+    return min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
 
 
-def _probe(simulated: Callable[[float], Solution], least: float, most: float, budget: int | None) -> None:
-    """Simulate strategies for several limits: near the least peak, and by bisection for the budget."""
-    low, high = least, max(least, most)
-    fits = False
-    for factor in (1.0, 1.03, 1.1):
-        peak = simulated(least * factor).peak
-        fits = fits or (budget is not None and peak <= budget)
-    if fits:
+class _Search:
+    """Simulated strategies for limits on the formula's peak; none is simulated twice."""
+
+    def __init__(self, forward: Forward):
+        self.forward = forward
+        self.blocks = Blocks(task_of(forward), lower_sets_of(forward))
+        self.strategies: dict[float, tuple[int, ...]] = {}
+        self.solutions: dict[tuple[int, ...], Solution] = {(): forward.problem.plain}
+
+    def simulated(self, limit: float) -> Solution:
+        """The strategy for a limit, in bytes; the plain step where there is none."""
+        if limit not in self.strategies:
+            self.strategies[limit] = self.blocks.least_seconds(limit) or ()
+        strategy = self.strategies[limit]
+        if strategy not in self.solutions:
+            self.solutions[strategy] = solution_of(self.forward, [self.blocks.sets[index] for index in strategy])
+        return self.solutions[strategy]
+
+    def near_least_peak(self) -> list[Solution]:
+        """The formula says a little less than the liveness model, so that the next limits may be better."""
+        return [self.simulated(self.blocks.least_peak() * factor) for factor in (1.0, 1.03, 1.1)]
+
+    def near_budget(self, budget: int) -> list[Solution]:
+        """Strategies for the limits of a bisection, the last ones with a simulated peak of just below `budget`."""
+        found: list[Solution] = []
+        low, high = self.blocks.least_peak(), self.blocks.peak_of_saving_all()
         for _ in range(_PROBES):
             middle = (low + high) / 2
-            assert budget is not None
-            if simulated(middle).peak <= budget:
-                low = middle
-            else:
-                high = middle
+            found.append(self.simulated(middle))
+            low, high = (middle, high) if found[-1].peak <= budget else (low, middle)
+        return found
 
 
 def task_of(forward: Forward) -> Task:

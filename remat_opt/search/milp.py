@@ -57,7 +57,10 @@ def solve(problem: Problem, budget: int | None, *, time_limit: float = TIME_LIMI
     plain = problem.plain
     if not problem.order or (budget is not None and plain.peak <= budget):
         return plain
-    search = _Search(problem, time_limit)
+    if "milp" not in problem.memo:
+        problem.memo["milp"] = _Search(problem)
+    search: _Search = problem.memo["milp"]
+    search.start(time_limit)
     found = None if budget is None else search.least_time(budget)
     if found is None:
         least = search.least_peak()
@@ -74,14 +77,17 @@ def solve(problem: Problem, budget: int | None, *, time_limit: float = TIME_LIMI
 
 
 class _Search:
-    def __init__(self, problem: Problem, time_limit: float):
+    def __init__(self, problem: Problem):
         self.problem = problem
-        self.deadline = time.monotonic() + time_limit
-        self.out_of_time = False
         self.programme = Programme(problem)
         self.rows, self.bounds = matrix(self.programme.rows, self.programme.variables)
         self.memory, below = matrix(self.programme.moments, self.programme.variables)
         self.constant_bytes = -below
+
+    def start(self, time_limit: float) -> None:
+        """Give all that follows this many seconds."""
+        self.deadline = time.monotonic() + time_limit
+        self.out_of_time = False
 
     def least_peak(self) -> Solution:
         """Minimise the peak; the plain step if the solver finds nothing in time."""

@@ -1,6 +1,6 @@
 """Checkmate's integer programme over one step, in the terms of our liveness model (see `milp.py`).
 
-Ops are numbered by their place in the order of first runs. *Stage* t is op t's first run and the repeats just before it.
+Ops are numbered by their place in the order of first runs. Stage t is op t's first run and the repeats just before it.
 Variables, all between 0 and 1, only the first of them integers:
 
 - run[t, i]: op i runs again in stage t > i;

@@ -50,12 +50,15 @@ class Stages:
 
 
 def stages_before_peak(problem: Problem, most: int) -> Stages | None:
-    """At most `most` + 1 stages; None where fewer than two ops come before the peak."""
+    """At most `most` + 1 stages, the same for every budget; None where fewer than two ops come before the peak."""
     turn = problem.plain.liveness.peak_position
     if turn < 2:
         return None
-    cuts = Cuts(problem.graph, problem.order, turn, most)
-    return Stages(problem, cuts, SegmentCosts(cuts, problem.plain.liveness))
+    name = f"at most {most} stages"
+    if name not in problem.memo:
+        cuts = Cuts(problem.graph, problem.order, turn, most)
+        problem.memo[name] = cuts, SegmentCosts(cuts, problem.plain.liveness)
+    return Stages(problem, *problem.memo[name])
 
 
 def _backward_starts(stages: Stages) -> list[int]:
