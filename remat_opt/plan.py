@@ -115,6 +115,7 @@ class Plan:
             "versions": dict(self.versions),
             "note": self.note,
         }
+        document["schedule_digest"] = _digest_of(document["choice"], document["schedule"])
         return json.dumps(document, indent=1)
 
     @classmethod
@@ -148,6 +149,10 @@ class Plan:
     def _from_document(cls, document: dict[str, Any]) -> Plan:
         choice = document["choice"]
         saved = tuple(document["saved"])
+        if not all(isinstance(name, str) for name in saved):
+            raise TypeError("saved, where names are expected")
+        if _digest_of(document["choice"], document["schedule"]) != document["schedule_digest"]:
+            raise ValueError("choice or schedule, which were edited; only the names under saved may be")
         runs = tuple(Run(_from_ranges(run["ops"]), run["recomputed"]) for run in document["schedule"])
         return cls(
             fingerprint=document["fingerprint"],
@@ -178,12 +183,20 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan from a file; errors as `from_json`."""
-        return cls.from_json(Path(path).read_text(encoding="utf-8"))
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"expected the JSON text of a plan in {path}, found bytes that are no UTF-8") from error
+        return cls.from_json(text)
 
 
 def digest(names: tuple[str, ...]) -> str:
     """A short fingerprint of a saved set."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _digest_of(*parts: Any) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
 def _to_ranges(ops: tuple[int, ...]) -> list[list[int]]:

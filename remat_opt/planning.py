@@ -329,6 +329,9 @@ class _Decider:
 
     def solution_of(self, plan: Plan) -> Solution:
         problem = self.prepared.problem
+        unknown = [v for v in plan.choice.saved if not 0 <= v < len(problem.graph.sizes)]
+        if unknown:
+            raise PlanError(f"expected ids of this program's values among the saved ones, found {min(unknown)}")
         if plan.edited:
             return problem.solution(self.choice_of(plan))
         liveness = simulate(problem.graph, plan.schedule)

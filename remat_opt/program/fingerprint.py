@@ -67,7 +67,7 @@ def _param(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(sorted(f'{_param(k)}:{_param(v)}' for k, v in value.items()))}}}"
     if isinstance(value, np.ndarray):
-        return _array(value)
+        return f"{value.dtype}{value.shape}{_array(value)}"
     if callable(value) and hasattr(value, "__qualname__"):
         return value.__qualname__
     return _ADDRESS.sub("", str(value))

@@ -23,13 +23,15 @@ from remat_opt.search.segments import choose_segments
 
 _MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
+_FEW_OPS = 300
 _MOST_SAVED_AGAIN = 24  # schedules simulated to use what a budget leaves
 
 
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
     if budget is None:
-        return _least_memory(problem)
+        least = _least_memory(problem)
+        return least if least.peak < problem.plain.peak else problem.plain
     if problem.plain.peak <= budget:
         return problem.plain
     found = _with_options(problem, budget)
@@ -70,16 +72,18 @@ def _table(problem: Problem, turn: int) -> OptionTable:
 
 
 def _least_memory(problem: Problem) -> Solution:
-    candidates = [_lower_peaks(problem, keep) for keep in (True, False)]
+    # The op at the peak counts as backward. Where it is cheap to try, as forward too, so that a cut may stand before it.
+    shifts = (0, 1) if len(problem.order) <= _FEW_OPS else (0,)
+    candidates = [_lower_peaks(problem, keep, shift) for keep in (True, False) for shift in shifts]
     return min(candidates, key=lambda solution: (solution.peak, solution.extra_seconds))
 
 
-def _lower_peaks(problem: Problem, keep: bool) -> Solution:
+def _lower_peaks(problem: Problem, keep: bool, shift: int) -> Solution:
     """Segments at the plain step's peak, then at the peak that remains, and so on while it does not rise."""
     best = problem.plain
     tried: set[int] = set()
     for _ in range(_MOST_PASSES):
-        turn = _peak_in_order(best)
+        turn = min(_peak_in_order(best) + shift, len(problem.order))
         if turn in tried:
             break
         tried.add(turn)

@@ -64,7 +64,7 @@ class Node:
 
     def walk(self) -> Iterator[Node]:
         """This node and all below it."""
-        stack = [self]
+        stack: list[Node] = [self]
         while stack:
             node = stack.pop()
             yield node

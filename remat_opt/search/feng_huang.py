@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -60,8 +61,11 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     plain = problem.plain
     if budget is not None and plain.peak <= budget:
         return plain
+    forward = forward_part(problem)
+    if not len(forward):
+        return plain
     if "feng_huang" not in problem.memo:
-        problem.memo["feng_huang"] = _Schedules(forward_part(problem))
+        problem.memo["feng_huang"] = _Schedules(forward)
     schedules: _Schedules = problem.memo["feng_huang"]
     found = [plain, *map(schedules.of, schedules.search.best(_SIMULATED))]
     if budget is not None:
@@ -210,6 +214,7 @@ class _Search:
             index = came[index]
         return path
 
+    @functools.cached_property
     def promising(self) -> list[Checkpoints]:
         """The checkpoints of enough max terms to hold the least objective, by branch and bound."""
         intervals = [(0, len(self.terms) - 1)]
@@ -228,7 +233,7 @@ class _Search:
 
     def best(self, most: int) -> list[Checkpoints]:
         """The checkpoints with the least objectives."""
-        return sorted(self.promising(), key=lambda found: (found.objective, found.max_term))[:most]
+        return sorted(self.promising, key=lambda found: (found.objective, found.max_term))[:most]
 
     def saving_more(self) -> list[Checkpoints]:
         """Different checkpoints for some of the max terms below the best: more is saved, and less is made again."""

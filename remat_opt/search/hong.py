@@ -38,7 +38,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.stages import Stages, best_of, later_bytes, segments_choice, stages_before_peak, sweep
+from remat_opt.search.stages import Stages, best_of, in_slots, later_bytes, segments_choice, stages_before_peak, sweep
 
 MOST_STAGES = 120
 SLOTS = 400
@@ -160,22 +160,28 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    best = best_of(problem, [one for table in _tables(stages) for one in _simulated(stages, table, budget)], budget)
-    return best if budget is None or best.peak <= budget else best_of(problem, [best, solve(problem, None)], budget)
+    tables = _tables(stages)
+    if budget is not None:
+        best = best_of(problem, _simulated(stages, tables, min(2 * budget, problem.plain.peak), budget), budget)
+        if best.peak <= budget:
+            return best
+    best = best_of(problem, _simulated(stages, tables, problem.plain.peak, None), budget)
+    return best_of(problem, [best, *_simulated(stages, tables, best.peak * 5 // 4, None)], budget)  # in finer slots
 
 
-def _simulated(stages: Stages, table: _Table, budget: int | None) -> list[Solution]:
-    """The plans of least peak and some of those of least seconds, see `sweep`."""
-    problem = stages.problem
-    capacity = problem.plain.peak if budget is None else min(2 * budget, problem.plain.peak)
-    plans = _least_seconds(table, capacity)
+def _simulated(stages: Stages, tables: Sequence[_Table], capacity: int, budget: int | None) -> list[Solution]:
+    """The plans of least peak, and some of those of least seconds with at most `capacity` bytes, see `sweep`."""
 
     def solution(plan: _Plan) -> Solution:
-        return problem.solution(segments_choice(stages, plan.ends, plan.kept))
+        return stages.problem.solution(segments_choice(stages, plan.ends, plan.kept))
 
-    # A plan that keeps nothing may do better where the plain step's live sets mislead.
-    least = [solution(_least_peak(table, keep)) for keep in (False, True)]
-    return [*least, *sweep(lambda index: solution(plans[index]), len(plans), budget)]
+    solutions: list[Solution] = []
+    for table in tables:
+        # A plan that keeps nothing may do better where the plain step's live sets mislead.
+        solutions += [solution(_least_peak(table, keep)) for keep in (False, True)]
+        plans = _least_seconds(table, capacity)
+        solutions += sweep(lambda index, plans=plans: solution(plans[index]), len(plans), budget)
+    return solutions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +270,7 @@ def _least_seconds(table: _Table, capacity: int) -> list[_Plan]:
     seconds = np.full((count, len(rooms)), np.inf)
     decision = np.full((count, len(rooms)), -1, dtype=np.int64)
     again, backward, last = (-(-bytes_ // slot) for bytes_ in (table.again, table.backward, table.last))
-    crossing, kept = ((2 * bytes_ + slot) // (2 * slot) for bytes_ in (table.crossing, table.kept))
+    crossing, kept = in_slots(table.crossing, slot), in_slots(table.kept, slot)
     for i in range(count - 1, -1, -1):
         following = np.arange(i + 1, count)
         options = [np.where(rooms >= last[i], 0.0, np.inf)[None, :]]

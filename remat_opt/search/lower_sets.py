@@ -41,6 +41,7 @@ MOST_LEVELS = 1024
 LEVELS = 160
 _SETS_OF_LARGE_GRAPHS = 360
 _PROBES = 10
+_NEAR_LEAST = (1.0, 1.015, 1.03, 1.06, 1.1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,8 +73,11 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     plain = problem.plain
     if budget is not None and plain.peak <= budget:
         return plain
+    forward = forward_part(problem)
+    if not len(forward):
+        return plain
     if "lower_sets" not in problem.memo:
-        problem.memo["lower_sets"] = _Search(forward_part(problem))
+        problem.memo["lower_sets"] = _Search(forward)
     search: _Search = problem.memo["lower_sets"]
     found = [plain, *search.near_least_peak()]
     if budget is not None and any(solution.peak <= budget for solution in found):
@@ -102,8 +106,8 @@ class _Search:
         return self.solutions[strategy]
 
     def near_least_peak(self) -> list[Solution]:
-        """The formula says a little less than the liveness model, so that the next limits may be better."""
-        return [self.simulated(self.blocks.least_peak() * factor) for factor in (1.0, 1.03, 1.1)]
+        """The formula says a little less than the liveness model, so that other limits may be better."""
+        return [self.simulated(self.blocks.least_peak() * factor) for factor in _NEAR_LEAST]
 
     def near_budget(self, budget: int) -> list[Solution]:
         """Strategies for the limits of a bisection, the last ones with a simulated peak of just below `budget`."""
@@ -126,7 +130,8 @@ def task_of(forward: Forward) -> Task:
             cotangents[buffer.birth] += buffer.size
             cotangents[buffer.death + 1] -= buffer.size
     cotangents = np.cumsum(cotangents)
-    read = [[buffers[value] for value in values if buffers[value].death >= turn] for values in forward.values]
+    stored = [[buffers[value] for value in values if value in buffers] for values in forward.values]
+    read = [[buffer for buffer in held if buffer.death >= turn] for held in stored]
     last_read = [max((buffer.death for buffer in held), default=turn) for held in read]
     ends = sorted(set(last_read))
     before = dict(zip(ends, [turn, *ends[:-1]], strict=True))
@@ -276,7 +281,7 @@ def _time_unit(seconds: Sequence[float]) -> tuple[float, int]:
     levels = sum(exact) * scale / divisor
     if levels <= MOST_LEVELS:
         return float(fractions.Fraction(divisor, scale)), int(levels)
-    return float(sum(exact)) / LEVELS, LEVELS + len(seconds) // 2
+    return float(sum(exact)) / LEVELS, LEVELS + LEVELS // 4  # roundings add up
 
 
 def solution_of(forward: Forward, strategy: Sequence[int]) -> Solution:

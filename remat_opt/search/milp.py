@@ -17,7 +17,7 @@ Optimal over: the given order of first runs; ops that are repeatable and do not 
 at most once between two first runs; graphs whose values are all buffers (`Graph.fused`, as `build` makes them). On
 other graphs the virtual values are counted as buffers too, so that the answer is a valid schedule and no optimum.
 
-Gaps: tens of ops only. Under a time limit the answer depends on the machine; a warning says so. The `choice` of an
+Gaps: tens of ops only (`MOST_OPS` at most). Under a time limit the answer depends on the machine; a warning says so. The `choice` of an
 answer names what stays, for reports; its schedule cannot be derived from it again, since an op may be repeated several
 times and apart from its neighbours.
 """
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import time
 import warnings
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,7 @@ from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.programme import Programme, matrix
 
 TIME_LIMIT = 60.0
+MOST_OPS = 200
 _MOST_TIGHTENINGS = 4
 _SCALE = 1000.0  # HiGHS takes a row for satisfied within 1e-6: a budget of 1 GiB becomes 1000, its error 1 byte
 
@@ -53,10 +55,17 @@ def solve(problem: Problem, budget: int | None, *, time_limit: float = TIME_LIMI
         budget: bytes. Where no schedule fits it, the answer is the least peak.
         time_limit: seconds for the solver. When they are over, the best schedule so far is returned, with a warning
             `OutOfTime`.
+
+    Raises:
+        ValueError: more than `MOST_OPS` ops.
     """
     plain = problem.plain
     if not problem.order or (budget is not None and plain.peak <= budget):
         return plain
+    if len(problem.order) > MOST_OPS:
+        raise ValueError(
+            f"expected at most {MOST_OPS} ops for the exact search, the step has {len(problem.order)}: use solver='auto'"
+        )
     if "milp" not in problem.memo:
         problem.memo["milp"] = _Search(problem)
     search: _Search = problem.memo["milp"]
@@ -80,6 +89,7 @@ class _Search:
     def __init__(self, problem: Problem):
         self.problem = problem
         self.programme = Programme(problem)
+        self.bounds: Any  # scipy's annotations know numbers only
         self.rows, self.bounds = matrix(self.programme.rows, self.programme.variables)
         self.memory, below = matrix(self.programme.moments, self.programme.variables)
         self.constant_bytes = -below
@@ -124,16 +134,15 @@ class _Search:
         if remaining <= 0:
             self.out_of_time = True
             return None
+        largest: Any = np.append(np.ones(count), np.inf if budget is None else max(budget, 0) / unit)
+        spare: Any = -self.constant_bytes / unit
+        rows = hstack([self.rows, no_column], format="csc")
+        memory = hstack([self.memory * (1 / unit), peak_column], format="csc")
         result = milp(
             objective,
             integrality=integrality,
-            bounds=Bounds(0.0, np.append(np.ones(count), np.inf if budget is None else max(budget, 0) / unit)),
-            constraints=[
-                LinearConstraint(hstack([self.rows, no_column], format="csc"), -np.inf, self.bounds),
-                LinearConstraint(
-                    hstack([self.memory * (1 / unit), peak_column], format="csc"), -np.inf, -self.constant_bytes / unit
-                ),
-            ],
+            bounds=Bounds(0.0, largest),
+            constraints=[LinearConstraint(rows, -np.inf, self.bounds), LinearConstraint(memory, -np.inf, spare)],
             options={"time_limit": remaining, "mip_rel_gap": 0.0},
         )
         self.out_of_time |= result.status == 1

@@ -39,15 +39,14 @@ class Problem:
     def solution(self, choice: Choice) -> Solution:
         """Derive and simulate the schedule of a choice."""
         schedule = derive(self.graph, choice, self.order)
-        held = choice.saved & _read_after_recomputing(self.graph, schedule)
+        held = choice.saved & self._read_after(min(choice.turning_points, default=len(self.order)), schedule)
         choice = dataclasses.replace(choice, saved=held)  # what nobody reads again was not saved for anything
         return Solution(choice, schedule, simulate(self.graph, schedule), schedule.extra_seconds(self.graph))
 
-
-def _read_after_recomputing(graph: Graph, schedule: Schedule) -> frozenset[int]:
-    """Values that are read from the first recomputed run on."""
-    start = next((index for index, run in enumerate(schedule.runs) if run.recomputed), len(schedule.runs))
-    return frozenset(value for run in schedule.runs[start:] for op in run.ops for value in graph.ops[op].inputs)
+    def _read_after(self, turn: int, schedule: Schedule) -> frozenset[int]:
+        """Values that are read behind a turning point, or to recompute something."""
+        behind = (*self.order[turn:], *schedule.recomputed)
+        return frozenset(value for op in behind for value in self.graph.ops[op].inputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

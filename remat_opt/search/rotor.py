@@ -36,6 +36,7 @@ from remat_opt.search.stages import (
     NestedPlan,
     Stages,
     best_of,
+    in_slots,
     later_bytes,
     nested_solution,
     stages_before_peak,
@@ -121,22 +122,19 @@ class _Model:
     gradient: np.ndarray
 
     def in_slots(self, slot: int) -> _Model:
-        """Sizes in slots: what stays rounded to the nearest, so that errors cancel, what has to fit rounded up."""
-
-        def nearest(sizes: np.ndarray) -> np.ndarray:
-            return (2 * sizes + slot) // (2 * slot)
+        """Sizes in slots: what stays as `in_slots` rounds it, what has to fit rounded up."""
 
         def up(sizes: np.ndarray) -> np.ndarray:
             return -(-sizes // slot)
 
         return dataclasses.replace(
             self,
-            saved=nearest(self.saved),
-            kept=nearest(self.kept),
+            saved=in_slots(self.saved, slot),
+            kept=in_slots(self.kept, slot),
             swept=up(self.swept),
             keeping=up(self.keeping),
             reversing=up(self.reversing),
-            gradient=nearest(self.gradient),
+            gradient=up(self.gradient),
         )
 
 

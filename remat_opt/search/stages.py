@@ -56,9 +56,24 @@ def stages_before_peak(problem: Problem, most: int) -> Stages | None:
         return None
     name = f"at most {most} stages"
     if name not in problem.memo:
-        cuts = Cuts(problem.graph, problem.order, turn, most)
-        problem.memo[name] = cuts, SegmentCosts(cuts, problem.plain.liveness)
+        cuts = Cuts(problem.graph, problem.order, turn)
+        costs = SegmentCosts(cuts, problem.plain.liveness)
+        cuts.positions = _spread_positions(cuts, costs, most)
+        problem.memo[name] = cuts, costs
     return Stages(problem, *problem.memo[name])
+
+
+def _spread_positions(cuts: Cuts, costs: SegmentCosts, most: int) -> list[int]:
+    """Of all cuts at most `most` + 1: of each `most`-th part of the plain step's bytes the one that fewest bytes cross."""
+    if len(cuts) <= most:
+        return cuts.positions
+    before = [costs.residual_bytes(0, k) for k in range(len(cuts))]
+    parts = [bytes_ * most // (costs.residual_bytes(0, None) + 1) for bytes_ in before]
+    chosen: dict[int, tuple[int, int]] = {}
+    for part, position in zip(parts[1:], cuts.positions[1:], strict=True):
+        crossing = int(cuts.sizes[(cuts.born < position) & (cuts.dies >= position)].sum())
+        chosen[part] = min(chosen.get(part, (crossing, position)), (crossing, position))
+    return sorted({0, *(position for _, position in chosen.values())})
 
 
 def _backward_starts(stages: Stages) -> list[int]:
@@ -92,6 +107,16 @@ def later_bytes(stages: Stages) -> tuple[np.ndarray, np.ndarray]:
         gradients[a] = sum(buffer.size for buffer in there)
         residuals[a] = sum(buffer.size for buffer in there if buffer.birth < turn)
     return gradients, residuals
+
+
+def in_slots(sizes: np.ndarray, slot: int) -> np.ndarray:
+    """Bytes in slots, rounded so that sums of many are right.
+
+    Equal small sizes rounded to the nearest all err to one side. So the share of a slot that is rounded up is another
+    one in each column (multiples of the golden ratio lie evenly). Exact for slots of one byte.
+    """
+    share = np.arange(sizes.shape[-1]) * 618034 % 1000000
+    return (sizes + share * slot // 1000000) // slot
 
 
 def segments_choice(stages: Stages, ends: Sequence[int], kept: Sequence[bool] = ()) -> Choice:

@@ -86,6 +86,9 @@ class _Writer:
         """Evaluate a constant or virtual value and all it needs; without recursion, since chains may be long."""
         stack = [wanted]
         while stack:
+            if stack[-1] in on_demand:
+                stack.pop()
+                continue
             equation = self.program.equations[self.bridge.on_demand[stack[-1]]]
             missing = [
                 atom
