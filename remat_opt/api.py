@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ from remat_opt.planning import Settings, check_settings
 from remat_opt.program import compat
 from remat_opt.targets import Target
 
+_NOT_GIVEN: Any = object()
+
 
 def optimize(
-    fun: Callable,
+    fun: Any = _NOT_GIVEN,
     *,
     budget: int | float | str | None = None,
     target: str | Target | None = None,
@@ -36,7 +39,7 @@ def optimize(
     Args:
         fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object. What a jitted function
             was made with (donation, static arguments, shardings, compiler options) is kept. A plain function that is
-            called with nnx modules is treated as `nnx.jit` treats it.
+            called with nnx modules is treated as `nnx.jit` treats it. Without it, a decorator with these options.
         budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
             as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
             (temporary + arguments + outputs − aliased, as the compiler reports it) fits; a float in (0, 1] for a
@@ -69,6 +72,18 @@ def optimize(
         keep_user_checkpoints=keep_user_checkpoints,
         on_error=on_error,
     )
+    if fun is _NOT_GIVEN:
+        return functools.partial(
+            optimize,
+            budget=budget,
+            target=target,
+            solver=solver,
+            plan=plan,
+            verify=verify,
+            keep_user_checkpoints=keep_user_checkpoints,
+            on_error=on_error,
+            **jit_options,
+        )
     if isinstance(fun, OptimizedFunction):
         return OptimizedFunction(fun.original, settings, merge_options(fun.options, jit_options))
     if compat.is_jitted(fun):

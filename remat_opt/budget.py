@@ -62,7 +62,10 @@ def parse_budget(budget: int | float | str | None) -> Budget:
             raise ValueError(f"expected a budget of at least 1 byte, got {budget}; write {_EXPECTED}")
         return Budget(physical_bytes=budget)
     if not 0.0 < budget <= 1.0:
-        raise ValueError(f"expected a fraction in (0, 1], got {budget}; write {_EXPECTED}")
+        raise ValueError(
+            f"expected a fraction in (0, 1], got {budget}; for bytes write an int or text such as '12GB'; a budget is "
+            f"{_EXPECTED}"
+        )
     return Budget(fraction=float(budget))
 
 

@@ -27,6 +27,8 @@ def progress() -> Iterator[Callable[[str], None]]:
 def show(outcome: Outcome) -> None:
     """Print the tables."""
     console = Console(highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = max(console.width, 100)  # a file or a pipe has no width of its own: lose no figure
     options, plan = outcome.options, outcome.explanation.plan
     device = jax.devices()[0]
     where = "the CPU" if device.platform == "cpu" else f"{device.device_kind} ({device.platform})"
@@ -43,10 +45,10 @@ def show(outcome: Outcome) -> None:
 
 
 def _table(first: str) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="bold")
-    table.add_column(first, min_width=31)
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
+    table.add_column(first, min_width=28)
     for name in COLUMNS:
-        table.add_column(name, justify="right", style="green" if name == OPTIMISED else "", min_width=13)
+        table.add_column(name, justify="right", style="green" if name == OPTIMISED else "", min_width=13, no_wrap=True)
     return table
 
 

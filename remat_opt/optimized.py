@@ -78,6 +78,12 @@ class OptimizedFunction:
         """The options of `jax.jit` that it is jitted with, without those that are ours."""
         return dict(self._options)
 
+    def __repr__(self) -> str:
+        return f"<remat_opt.optimize({self._name})>"
+
+    def __reduce__(self) -> Any:
+        return OptimizedFunction, (self._fun, self._settings, self._options)  # plans and compiled steps stay here
+
     # Calling
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -337,8 +343,12 @@ class OptimizedFunction:
 
     def _tell(self, decision: Decision) -> None:
         plan = decision.plan
-        if plan.is_plain and plan.note:
+        if plan.is_plain:
+            failed = plan.note.startswith("planning failed")
+            if self._settings.budget.is_promise and not failed:
+                return  # it fits as it was given
             self._warn(f"{self._name}: {plan.note}; the step runs as it was given")
+            return
         attached = resolve_target(None).name
         if plan.target != attached:
             self._warn(

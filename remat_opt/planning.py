@@ -32,7 +32,7 @@ from remat_opt.write.train_step import write
 
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
 WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
-TOO_CLOSE_TO_CALL = 0.85  # above this part of the plain one a predicted peak is checked by compiling both
+TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 Measure = Callable[["Solution | None"], Figures]
 """Compile the step with a solution (None: as it was given) for the target and read the compiler's figures."""
@@ -214,7 +214,10 @@ class _Decider:
         solution = self.search(None)
         plain_peak = self.prepared.as_given
         if not solution.schedule.recomputed or solution.peak > WORTH_WRITING * plain_peak:
-            return self.plain("nothing to gain: recomputing anything would not lower the peak")
+            return self.plain(
+                "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
+                "optimize the whole training step, with jax.grad and the update, not the loss alone)"
+            )
         # With the user's own checkpoints the step as given may need less than our model of it without them says.
         clear = solution.peak <= TOO_CLOSE_TO_CALL * plain_peak
         if self.compile is None or (clear and not self.prepared.captured.program.entered_checkpoints):

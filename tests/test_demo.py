@@ -17,7 +17,7 @@ from remat_opt.examples import NETWORKS
 from remat_opt.report.units import format_bytes
 
 TINY = ["demo", "--model", "resnet18", "--batch", "2", "--size", "64", "--steps", "2", "--runs", "1"]
-VARIANTS = ("plain", "remat_opt", "nn.remat by hand")
+VARIANTS = ("plain", "remat_opt", "nn.remat")
 
 
 class Ran(NamedTuple):

@@ -90,6 +90,28 @@ def test_each_turning_point_forgets_again() -> None:
     )
 
 
+def test_what_was_made_again_is_held_beyond_the_repeats_of_other_segments() -> None:
+    sketch = Sketch()
+    a, b = sketch.op(size=1), sketch.op(size=1)
+    c = sketch.op(a, b, size=1)
+    d = sketch.op(c, b, size=1)
+    e = sketch.op(d, a, size=1)
+    graph = sketch.graph(sketch.op(e, b, size=1))
+    choice = Choice(frozenset({c}), turning_points=(3,), cuts=(1,))
+    assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), again(1), Run((3,)), again(0), Run((4, 5)))
+
+
+def test_a_repeat_reads_what_another_repeat_has_left() -> None:
+    sketch = Sketch()
+    a = sketch.op(size=1)
+    b = sketch.op(a, size=1)
+    c = sketch.op(b, size=1)
+    d = sketch.op(c, a, size=1)
+    graph = sketch.graph(sketch.op(d, b, size=1))
+    choice = Choice(frozenset({c}), turning_points=(3,), cuts=(1,))
+    assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), again(0), Run((3,)), again(1), Run((4,)))
+
+
 def test_what_the_step_returns_is_there_and_not_made_again() -> None:
     sketch = Sketch()
     a = sketch.op(size=1)

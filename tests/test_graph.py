@@ -10,6 +10,7 @@ from remat_opt.graph.fusion import fuse, materialised
 from remat_opt.graph.graph import Graph, Kind, Op, chain
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, join_runs, save_everything
+from remat_opt.graph.timeline import guards, timeline
 
 
 def diamond() -> Graph:
@@ -174,6 +175,68 @@ def test_joining_drops_empty_runs_and_joins_neighbours_that_are_not_recomputed()
     joined = join_runs(runs)
     # Two recomputed runs stay two: each has its own barrier.
     assert joined.runs == (Run((0, 1)), Run((0,), True), Run((1,), True), Run((2, 3)))
+
+
+def test_the_boundary_of_a_recomputed_run() -> None:
+    sketch = Sketch()
+    x, weight = sketch.input(1), sketch.input(1)
+    a = sketch.op(x, size=1)
+    b, unread = sketch.ops_of(a, sizes=(1, 1))
+    loss = sketch.op(b, size=1)
+    cotangent = sketch.op(loss, b, size=1)
+    output = sketch.op(cotangent, size=1)
+    inner = sketch.op(cotangent, b, a, size=1)
+    last = sketch.op(inner, weight, size=1)
+    graph = sketch.graph(last, output)
+    first, second, third = Run((0, 1, 2)), Run((3, 4)), Run((5, 6))
+    schedule = Schedule((first, Run((1,), True), second, Run((0, 1), True), third))
+    stages = timeline(graph, schedule)
+    assert [stage.run for stage in stages] == list(schedule.runs)
+    assert [stage.crossing is None for stage in stages] == [not run.recomputed for run in schedule.runs]
+    one, two = stages[1].crossing, stages[3].crossing
+    assert one.reads == (a,)
+    assert one.makes == (b,)  # of its two results nobody reads the other
+    assert one.waits == (loss,)  # not a and b: the next run makes them again before they are read
+    assert one.window == ()
+    assert two.reads == (x,)
+    assert two.makes == (a, b)
+    assert two.waits == (cotangent, output)  # the caller waits for the output
+    assert two.window == (weight,)  # older, and read behind this barrier
+    assert two.covered == (x, cotangent, output, weight)
+    assert two.passed_on == (cotangent, output, weight)
+    assert unread not in {*one.covered, *two.covered}
+
+
+def test_a_schedule_has_every_op_once_and_reads_nothing_too_early() -> None:
+    graph = chain([1, 1, 1])
+    for runs in [(Run((0, 1)),), (Run((0, 1, 2, 2)),), (Run((0, 1)), Run((2,), True))]:
+        with pytest.raises(ValueError, match="every op in exactly one run"):
+            timeline(graph, Schedule(runs))
+    with pytest.raises(ValueError, match="op 2 reads value 1 too early"):
+        timeline(graph, Schedule((Run((0, 2, 1)),)))
+
+
+@pytest.mark.parametrize(
+    ("gradient_reads_it", "read_behind", "guarded"),
+    [
+        (False, True, True),  # nothing but the guard says that the reader comes first
+        (True, True, False),  # the update waits for its gradient, and that for the reader
+        (False, False, False),  # the reader's result is done with
+    ],
+)
+def test_an_update_is_guarded_where_nothing_else_keeps_it_behind_the_last_reader(
+    gradient_reads_it: bool, read_behind: bool, guarded: bool
+) -> None:
+    sketch = Sketch()
+    weight = sketch.input(1)
+    reader = sketch.op(weight, size=1)
+    gradient = sketch.op(*([reader] if gradient_reads_it else []), size=1)
+    before = sketch.op(reader, size=1)
+    new = sketch.elementwise(weight, gradient, size=1)
+    last = sketch.op(*([reader] if read_behind else [before]), size=1)
+    graph = sketch.graph(new, last, donated={weight: new})
+    assert guards(graph, save_everything(graph)) == ({graph.producer[new]: (weight, reader)} if guarded else {})
+    assert guards(sketch.graph(new, last), save_everything(graph)) == {}
 
 
 def test_random_graphs_are_the_same_for_the_same_seed() -> None:

@@ -187,6 +187,11 @@ def test_equal_equations_are_one_and_different_ones_are_not() -> None:
     assert names(program).count("mul") == 3
 
 
+def test_operands_in_another_order_are_others() -> None:
+    program = assert_flat_and_equal(lambda x, y: (x - y, y - x, x - y), 1.0, 5.0)
+    assert names(program) == ["sub", "sub"]
+
+
 def test_zeros_of_other_signs_are_not_merged() -> None:
     program = inlined(lambda x: (x / 0.0, x / -0.0), 1.0)
     assert evaluate(program, 1.0) == [np.inf, -np.inf]

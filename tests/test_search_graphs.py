@@ -1,4 +1,4 @@
-"""`milp`, `lower_sets` and `feng_huang` as solvers of graphs, and the exact one against all schedules that there are."""
+"""`milp`, `lower_sets` and `feng_huang` as solvers of graphs, and the exact one against all schedules there are."""
 
 import itertools
 import os
@@ -44,19 +44,19 @@ def check(problem: Problem, solution: Solution) -> None:
 @each_solver
 def test_least_memory_is_a_valid_schedule_and_never_worse_than_saving_everything(solve: Solver) -> None:
     lowered = 0
-    for seed in range(80):
+    for seed in range(60):
         problem = random_problem(seed)
         solution = solve(problem, None)
         check(problem, solution)
         assert solution.peak <= problem.plain.peak
         lowered += solution.peak < problem.plain.peak
-    assert lowered > 15
+    assert lowered > 10
 
 
 @each_solver
 def test_graphs_with_virtual_values_get_valid_schedules_too(solve: Solver) -> None:
-    for seed in range(30):
-        problem = Problem(training_graph(random.Random(seed), 6))  # not fused
+    for seed in range(12):
+        problem = Problem(training_graph(random.Random(seed), 5))  # not fused
         least = solve(problem, None)
         check(problem, least)
         assert least.peak <= problem.plain.peak
@@ -92,9 +92,9 @@ def test_where_the_plain_step_fits_nothing_is_made_again(solve: Solver) -> None:
 
 @each_solver
 def test_what_was_asked_before_changes_no_answer(solve: Solver) -> None:
-    for seed in range(10):
+    for seed in range(6):
         asked = random_problem(seed)
-        budgets = [asked.plain.peak * share // 8 for share in range(8)]
+        budgets = [asked.plain.peak * share // 5 for share in range(1, 5)]
         for budget in budgets:
             solve(asked, budget)
         for budget in (None, *reversed(budgets)):
@@ -132,9 +132,9 @@ import random
 from random_graphs import training_graph
 from remat_opt.graph.fusion import fuse
 from remat_opt.search import Problem, feng_huang, lower_sets, milp
-for seed in range(12):
+for seed in range(8):
     for solver in (milp, lower_sets, feng_huang):
-        problem = Problem(fuse(training_graph(random.Random(seed), 8)).graph)
+        problem = Problem(fuse(training_graph(random.Random(seed), 6)).graph)
         least = solver.solve(problem, None)
         middle = solver.solve(problem, (least.peak + problem.plain.peak) // 2)
         print(least.schedule, middle.schedule, sorted(middle.choice.saved))
@@ -206,9 +206,9 @@ def test_milp_makes_a_cheap_branch_again_and_keeps_the_dear_one() -> None:
     assert solution.schedule.runs == (Run((0, 1, 2, 3, 4)), again(1), Run((5,)))
     assert (solution.peak, solution.extra_seconds) == (31, 1)
     assert solution.choice.saved == {dear, narrow}
-    # With no budget both are made again: 1 + 20 in op 4, 10 + 10 + 1 in op 2.
+    # With no budget both are made again: 20 + 1 bytes in op 4, 10 + 10 + 1 in ops 2 and 5 (what it returns is free).
     least = milp.solve(problem, None)
-    assert (least.peak, least.extra_seconds) == (22, 10)
+    assert (least.peak, least.extra_seconds) == (21, 10)
 
 
 def schedules(problem: Problem, most: int) -> list[Schedule] | None:
@@ -242,21 +242,28 @@ def schedules(problem: Problem, most: int) -> list[Schedule] | None:
     return found if len(found) <= most else None
 
 
-def small_graph(seed: int) -> Graph:
-    """A training graph, a chain, or any graph at all, of few ops."""
-    source = random.Random(seed)
-    if seed % 4 == 0:
-        return training_chain([source.randint(1, 9) for _ in range(source.randint(2, 3))])
-    if seed % 2:
+def small_graph(source: random.Random) -> Graph:
+    """Forward and backward of two or three layers, a training graph, or any graph at all, of few ops."""
+    kind = source.random()
+    if kind < 0.2:
         return fuse(training_graph(source, source.randint(1, 4))).graph
     sketch = Sketch()
     values: list[int] = []
-    for _ in range(source.randint(4, 8)):
-        reads = source.sample(values, min(len(values), source.randint(0, 3)))
-        sizes = [source.randint(0, 9) for _ in range(source.choice([1, 1, 1, 2]))]
-        seconds, repeatable = source.randint(0, 5), source.random() > 0.1
-        values += sketch.ops_of(*reads, sizes=sizes, seconds=seconds, repeatable=repeatable)
-    return sketch.graph(*source.sample(values, 2))
+    if kind < 0.4:
+        for _ in range(source.randint(4, 8)):
+            reads = source.sample(values, min(len(values), source.randint(0, 3)))
+            sizes = [source.randint(0, 9) for _ in range(source.choice([1, 1, 1, 2]))]
+            seconds, repeatable = source.randint(0, 5), source.random() > 0.1
+            values += sketch.ops_of(*reads, sizes=sizes, seconds=seconds, repeatable=repeatable)
+        return sketch.graph(*source.sample(values, 2))
+    layers = 2 if source.random() < 0.8 else 3
+    for _ in range(layers):
+        reads = source.sample(values[-2:], min(len(values), source.randint(1, 2)))
+        values.append(sketch.op(*reads, size=source.randint(0, 9), seconds=source.randint(0, 5)))
+    cotangent = sketch.op(values[-1], size=source.randint(0, 9))
+    for _ in range(layers):
+        cotangent = sketch.op(cotangent, *source.sample(values, source.randint(1, 2)), size=source.randint(0, 9))
+    return sketch.graph(cotangent)
 
 
 def test_milp_finds_the_least_peak_and_the_least_time_of_all_schedules() -> None:
@@ -264,17 +271,15 @@ def test_milp_finds_the_least_peak_and_the_least_time_of_all_schedules() -> None
     for seed in itertools.count():
         if graphs == 300:
             break
-        problem = Problem(small_graph(seed))
-        if len(problem.order) < 4 or (every := schedules(problem, 700)) is None:
+        problem = Problem(small_graph(random.Random(seed)))
+        if len(problem.order) < 4 or (every := schedules(problem, 900)) is None:
             continue
         graphs, count = graphs + 1, count + len(every)
-        costs = [
-            (simulate(problem.graph, schedule).peak, schedule.extra_seconds(problem.graph)) for schedule in every
-        ]
+        costs = [(simulate(problem.graph, schedule).peak, schedule.extra_seconds(problem.graph)) for schedule in every]
         least = milp.solve(problem, None)
         assert (least.peak, least.extra_seconds) == min(costs), seed
         gained += least.peak < problem.plain.peak
-        for budget in sorted({peak for peak, _ in costs if least.peak <= peak < problem.plain.peak})[:4]:
+        for budget in sorted({peak for peak, _ in costs if least.peak <= peak < problem.plain.peak})[:3]:
             solution = milp.solve(problem, budget)
             assert solution.peak <= budget, seed
             assert solution.extra_seconds == min(seconds for peak, seconds in costs if peak <= budget), seed
@@ -299,8 +304,8 @@ def test_milp_refuses_graphs_that_it_would_never_finish() -> None:
 
 def test_milp_is_never_worse_than_the_others_and_their_distance() -> None:
     ratios: dict[str, list[float]] = {"lower_sets": [], "feng_huang": []}
-    for seed in range(60):
-        problem = random_problem(seed, most_layers=9)
+    for seed in range(40):
+        problem = random_problem(seed)
         least = milp.solve(problem, None)
         for name, peaks in ratios.items():
             peak = SOLVERS[name](problem, None).peak

@@ -191,18 +191,18 @@ def test_what_is_saved_carries_its_name_once() -> None:
     bridge = mlp_bridge()
     schedule, saved = mlp_schedule(bridge)
     products = forward_products(bridge)
-    names = {products[3]: "layer 4", products[1]: "layer 2"}
+    names = {products[3]: "layer 4", products[1]: "layer 2", products[0]: "layer 1, made twice"}
     jaxpr = jaxpr_of(bridge, schedule, names)
     marks = [equation for equation in equations(jaxpr, inside=True) if equation.primitive is compat.name_p]
-    assert [mark.params["name"] for mark in marks] == ["layer 2", "layer 4"]
+    assert [mark.params["name"] for mark in marks] == ["layer 1, made twice", "layer 2", "layer 4"]
     maker = {variable: equation for equation in equations(jaxpr) for variable in equation.outvars}
-    assert [maker[mark.invars[0]].primitive.name for mark in marks] == ["dot_general"] * 2
-    assert [mark.invars[0].aval.shape for mark in marks] == [(7, 4), (7, 2)]
+    assert [maker[mark.invars[0]].primitive.name for mark in marks] == ["dot_general"] * 3
+    assert [mark.invars[0].aval.shape for mark in marks] == [(7, 5), (7, 4), (7, 2)]
     # Everything behind reads what carries the name.
     for mark in marks:
         readers = [e for e in equations(jaxpr) if any(atom is mark.invars[0] for atom in e.invars)]
         assert readers == [mark]
-    assert saved == names.keys()
+    assert saved < names.keys()
 
 
 def test_each_recomputed_run_is_what_a_differentiated_checkpoint_leaves() -> None:

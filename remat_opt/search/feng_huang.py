@@ -14,8 +14,8 @@ from below, and most intervals are left out unseen, without loss. A shortest pat
 minimum, since steps only grow.
 
 `solve` adds a virtual source and target to the forward graph, so that any number of inputs and outputs will do, and
-simulates the best checkpoint sets by this objective; with a budget it goes on to smaller C, which save more. Segments
-begin behind the checkpoints, or are the connected parts that the checkpoints leave, whichever is better.
+simulates the best checkpoint sets by this objective and some of smaller C, which save more: the objective only guides.
+Segments begin behind the checkpoints, or are the connected parts that the checkpoints leave, whichever is better.
 
 Gaps: the objective knows no cotangents, and no time; one level of recomputation; general nodes save all their joints,
 which is far from the optimum where many vertices are read from everywhere (dense blocks whose concatenations are fused
@@ -67,12 +67,10 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     if "feng_huang" not in problem.memo:
         problem.memo["feng_huang"] = _Schedules(forward)
     schedules: _Schedules = problem.memo["feng_huang"]
-    found = [plain, *map(schedules.of, schedules.search.best(_SIMULATED))]
-    if budget is not None:
-        found += map(schedules.of, schedules.search.saving_more())
-        fitting = [solution for solution in found if solution.peak <= budget]
-        if fitting:
-            return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
+    found = [plain, *map(schedules.of, (*schedules.search.best(_SIMULATED), *schedules.search.saving_more(_SIMULATED)))]
+    fitting = [solution for solution in found if budget is not None and solution.peak <= budget]
+    if fitting:
+        return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
     return min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
 
 
@@ -235,11 +233,11 @@ class _Search:
         """The checkpoints with the least objectives."""
         return sorted(self.promising, key=lambda found: (found.objective, found.max_term))[:most]
 
-    def saving_more(self) -> list[Checkpoints]:
+    def saving_more(self, most: int) -> list[Checkpoints]:
         """Different checkpoints for some of the max terms below the best: more is saved, and less is made again."""
         below = _spread(self.terms[: self.terms.index(self.best(1)[0].max_term)], _CONSIDERED)
         different = {found.vertices: found for found in map(self.least, below)}
-        return _spread(list(different.values()), 2 * _SIMULATED)
+        return _spread(list(different.values()), most)
 
 
 def max_terms(tree: Node, sizes: Sequence[int]) -> list[int]:

@@ -109,8 +109,8 @@ def turning_point(problem: Problem) -> int:
     for buffer in problem.plain.liveness.buffers:
         events = [buffer.birth, *buffer.reads]
         if buffer.size and len(events) > 1:
-            length, start = max((after - before, -before) for before, after in itertools.pairwise(events))
-            gaps.append((length, 1 - start, buffer.size))
+            length, before = max((after - before, before) for before, after in itertools.pairwise(events))
+            gaps.append((length, before + 1, buffer.size))
     idle = np.zeros(len(problem.order) + 3)
     for length, start, size in gaps:
         idle[start] += float(size) * length

@@ -160,28 +160,29 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    tables = _tables(stages)
+    exact, *others = _tables(stages)
+    plain = problem.plain.peak
     if budget is not None:
-        best = best_of(problem, _simulated(stages, tables, min(2 * budget, problem.plain.peak), budget), budget)
+        found = [_simulated(stages, table, min(2 * budget, plain), budget) for table in (exact, others[0])]
+        best = best_of(problem, found, budget)
         if best.peak <= budget:
             return best
-    best = best_of(problem, _simulated(stages, tables, problem.plain.peak, None), budget)
-    return best_of(problem, [best, *_simulated(stages, tables, best.peak * 5 // 4, None)], budget)  # in finer slots
+    found = [(_simulated(stages, table, plain, None), table) for table in (exact, *others)]
+    best, table = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
+    return best_of(problem, [best, _simulated(stages, table, best.peak * 5 // 4, None)], budget)  # in finer slots
 
 
-def _simulated(stages: Stages, tables: Sequence[_Table], capacity: int, budget: int | None) -> list[Solution]:
-    """The plans of least peak, and some of those of least seconds with at most `capacity` bytes, see `sweep`."""
+def _simulated(stages: Stages, table: _Table, capacity: int, budget: int | None) -> Solution:
+    """The best of the plans of least peak and of some of least seconds with at most `capacity` bytes, see `sweep`."""
 
     def solution(plan: _Plan) -> Solution:
         return stages.problem.solution(segments_choice(stages, plan.ends, plan.kept))
 
-    solutions: list[Solution] = []
-    for table in tables:
-        # A plan that keeps nothing may do better where the plain step's live sets mislead.
-        solutions += [solution(_least_peak(table, keep)) for keep in (False, True)]
-        plans = _least_seconds(table, capacity)
-        solutions += sweep(lambda index, plans=plans: solution(plans[index]), len(plans), budget)
-    return solutions
+    # A plan that keeps nothing may do better where the plain step's live sets mislead.
+    least = [solution(_least_peak(table, keep)) for keep in (False, True)]
+    plans = _least_seconds(table, capacity)
+    some = sweep(lambda index: solution(plans[index]), len(plans), budget)
+    return best_of(stages.problem, [*least, *some], budget)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,10 +218,12 @@ class _Table:
     seconds: np.ndarray
 
 
-def _tables(stages: Stages) -> tuple[_Table, _Table]:
-    """Without and with what was made behind a segment and is still there when it runs backward.
+def _tables(stages: Stages) -> tuple[_Table, _Table, _Table]:
+    """What segments take, and twice what they may take instead.
 
-    In the plain step's order; where backward ops of several segments mix, that may be too much.
+    The second adds what was made behind a segment and is still there when it runs backward in the plain step; where
+    backward ops of several segments mix, that may be too much. The third halves what a backward run needs beyond what
+    is kept, because its most may come together with less of the rest than the plain step's order says.
     """
     costs, count = stages.costs, len(stages)
     backward, forward, crossing, kept, later = np.zeros((5, count, count), dtype=np.int64)
@@ -235,9 +238,10 @@ def _tables(stages: Stages) -> tuple[_Table, _Table]:
     last = np.array([costs.backward_peak(i, None) for i in range(count)], dtype=np.int64)
     before = stages.cuts.seconds[stages.cuts.positions]
     seconds = before[None, :] - before[:, None]
-    return (
-        _Table(backward, np.maximum(backward, forward), crossing, kept, last, seconds),
-        _Table(backward + later, np.maximum(backward + later, forward), crossing, kept, last, seconds),
+    least = np.minimum(backward, kept)
+    return tuple(
+        _Table(needed, np.maximum(needed, forward), crossing, kept, last, seconds)
+        for needed in (backward, backward + later, (least + backward) // 2)
     )
 
 

@@ -17,9 +17,9 @@ Optimal over: the given order of first runs; ops that are repeatable and do not 
 at most once between two first runs; graphs whose values are all buffers (`Graph.fused`, as `build` makes them). On
 other graphs the virtual values are counted as buffers too, so that the answer is a valid schedule and no optimum.
 
-Gaps: tens of ops only (`MOST_OPS` at most). Under a time limit the answer depends on the machine; a warning says so. The `choice` of an
-answer names what stays, for reports; its schedule cannot be derived from it again, since an op may be repeated several
-times and apart from its neighbours.
+Gaps: tens of ops only (`MOST_OPS` at most). Under a time limit the answer depends on the machine; a warning says so.
+The `choice` of an answer names what stays, for reports; its schedule cannot be derived from it again, since an op may
+be repeated several times and apart from its neighbours.
 """
 
 from __future__ import annotations
@@ -64,7 +64,8 @@ def solve(problem: Problem, budget: int | None, *, time_limit: float = TIME_LIMI
         return plain
     if len(problem.order) > MOST_OPS:
         raise ValueError(
-            f"expected at most {MOST_OPS} ops for the exact search, the step has {len(problem.order)}: use solver='auto'"
+            f"expected at most {MOST_OPS} ops for the exact search, this step has {len(problem.order)}: "
+            "take another solver"
         )
     if "milp" not in problem.memo:
         problem.memo["milp"] = _Search(problem)

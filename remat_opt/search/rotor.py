@@ -44,7 +44,7 @@ from remat_opt.search.stages import (
 )
 
 MOST_STAGES = 60
-SLOTS = 300
+SLOTS = 400
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -222,24 +222,25 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    models = _models_of_graph(stages)
+    exact, *others = _models_of_graph(stages)
+    plain = problem.plain.peak
     if budget is not None:
-        best = best_of(problem, _simulated(stages, models, min(2 * budget, problem.plain.peak), budget), budget)
+        found = [_simulated(stages, model, min(2 * budget, plain), budget) for model in (exact, others[0])]
+        best = best_of(problem, found, budget)
         if best.peak <= budget:
             return best
-    best = best_of(problem, _simulated(stages, models, problem.plain.peak, None), budget)
-    return best_of(problem, [best, *_simulated(stages, models, best.peak * 5 // 4, None)], budget)  # in finer slots
+    found = [(_simulated(stages, model, plain, None), model) for model in (exact, *others)]
+    best, model = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
+    return best_of(problem, [best, _simulated(stages, model, best.peak * 5 // 4, None)], budget)  # in finer slots
 
 
-def _simulated(stages: Stages, models: Sequence[_Model], capacity: int, budget: int | None) -> list[Solution]:
-    """Some solutions of the programme with at most `capacity` bytes for each model, see `sweep`."""
+def _simulated(stages: Stages, model: _Model, capacity: int, budget: int | None) -> Solution:
+    """The best of some solutions of the programme with at most `capacity` bytes, see `sweep`."""
     slot = max(1, -(-capacity // SLOTS))
-    solutions: list[Solution] = []
-    for model in models:
-        programme = _Programme(model.in_slots(slot), -(-capacity // slot))
-        plans = [_plan(programme.sequence(memory)) for memory in programme.memories()]
-        solutions += sweep(lambda index, plans=plans: nested_solution(stages, plans[index]), len(plans), budget)
-    return solutions
+    programme = _Programme(model.in_slots(slot), -(-capacity // slot))
+    plans = [_plan(programme.sequence(memory)) for memory in programme.memories()]
+    solutions = sweep(lambda index: nested_solution(stages, plans[index]), len(plans), budget)
+    return best_of(stages.problem, solutions, budget)
 
 
 def _plan(sequence: Sequence[Step]) -> NestedPlan:
@@ -259,10 +260,12 @@ def _plan(sequence: Sequence[Step]) -> NestedPlan:
     return NestedPlan(sweeps[0][1], before)
 
 
-def _models_of_graph(stages: Stages) -> tuple[_Model, _Model]:
-    """Without and with what was made behind a stage and is still there when it runs backward.
+def _models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
+    """What the stages take, and twice what they may take instead.
 
-    In the plain step's order; where backward ops of several stages mix, that may be too much.
+    The second adds what was made behind a stage and is still there when it runs backward in the plain step; where
+    backward ops of several stages mix, that may be too much. The third halves what backward runs need beyond what is
+    kept, because their most may come together with less of the rest than the plain step's order says.
     """
     costs, cuts, count = stages.costs, stages.cuts, len(stages)
     saved = np.zeros((count, count), dtype=np.int64)
@@ -283,7 +286,10 @@ def _models_of_graph(stages: Stages) -> tuple[_Model, _Model]:
         reversing=reversing,
         gradient=later - residuals,
     )
-    return model, dataclasses.replace(model, reversing=reversing + residuals, gradient=later)
+    later_too = dataclasses.replace(model, reversing=reversing + residuals, gradient=later)
+    least = np.minimum(reversing, model.kept)
+    halved = dataclasses.replace(model, reversing=(least + reversing) // 2, gradient=model.gradient // 2)
+    return model, later_too, halved
 
 
 def _swept(stages: Stages) -> np.ndarray:

@@ -64,7 +64,7 @@ def stages_before_peak(problem: Problem, most: int) -> Stages | None:
 
 
 def _spread_positions(cuts: Cuts, costs: SegmentCosts, most: int) -> list[int]:
-    """Of all cuts at most `most` + 1: of each `most`-th part of the plain step's bytes the one that fewest bytes cross."""
+    """At most `most` + 1 cuts: where fewest bytes cross, of each `most`-th part of the plain step's bytes."""
     if len(cuts) <= most:
         return cuts.positions
     before = [costs.residual_bytes(0, k) for k in range(len(cuts))]
