@@ -272,7 +272,7 @@ def test_milp_finds_the_least_peak_and_the_least_time_of_all_schedules() -> None
         if graphs == 300:
             break
         problem = Problem(small_graph(random.Random(seed)))
-        if len(problem.order) < 4 or (every := schedules(problem, 900)) is None:
+        if len(problem.order) < 4 or (every := schedules(problem, 600)) is None:
             continue
         graphs, count = graphs + 1, count + len(every)
         costs = [(simulate(problem.graph, schedule).peak, schedule.extra_seconds(problem.graph)) for schedule in every]

@@ -289,7 +289,7 @@ def masked_step() -> tuple[Problem, list[int]]:
     back = sketch.op(loss, second, dropped, size=80)
     last = sketch.op(back, sign, bits, first, size=8)
     graph = sketch.graph(last, metric)
-    return Problem(graph), [first, bits, dropped, sign, second]
+    return Problem(graph), [first, bits, dropped, sign, second, loss]
 
 
 def test_the_forward_part_ends_where_the_cotangents_come_back() -> None:
@@ -297,13 +297,13 @@ def test_the_forward_part_ends_where_the_cotangents_come_back() -> None:
     assert turning_point(problem) == 7  # the loss and the ops before it go forward
     forward = forward_part(problem)
     assert [made for (made,) in forward.values] == values  # no metric: it is returned, and there in any case
-    assert forward.predecessors == ((), (), (0, 1), (0,), (2,))
+    assert forward.predecessors == ((), (), (0, 1), (0,), (2,), (4,))
 
 
 def test_loose_ends_are_tied_to_their_neighbourhood() -> None:
     problem, _ = masked_step()
     # The random bits come behind the first layer, and the sign that only the backward reads before the second.
-    assert set(tied(forward_part(problem))) == {(0, 2), (1, 2), (0, 3), (2, 4), (0, 1), (3, 4)}
+    assert set(tied(forward_part(problem))) == {(0, 2), (1, 2), (0, 3), (2, 4), (4, 5), (0, 1), (3, 4)}
 
 
 def test_checkpoints_of_a_residual_network_are_block_ends() -> None:

@@ -23,7 +23,7 @@ import numpy as np
 from remat_opt.graph.derive import Choice, _Derivation
 from remat_opt.graph.graph import Kind
 from remat_opt.graph.liveness import simulate
-from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.problem import Problem, Solution, _read_after_recomputing
 
 SMALL_SHARE = 1 / 512
 
@@ -74,7 +74,8 @@ class Forward:
 
         Args:
             saved: vertices that are kept.
-            block: for each vertex its block.
+            block: for each vertex its block. `Choice` knows segments of neighbouring ops only, so that the solution's
+                schedule cannot be derived from its choice again where blocks interleave.
         """
         graph, order = self.problem.graph, self.problem.order
         choice = Choice(self.saved(saved), (self.turn,))
@@ -87,6 +88,8 @@ class Forward:
         for op in order[self.turn :]:
             derivation.segment[op] = max(block, default=0) + 1
         schedule = derivation.run()
+        held = choice.saved & _read_after_recomputing(graph, schedule)
+        choice = dataclasses.replace(choice, saved=held)
         return Solution(choice, schedule, simulate(graph, schedule), schedule.extra_seconds(graph))
 
     def solution_of_cuts(self, saved: Collection[int], positions: Collection[int]) -> Solution:
