@@ -5,9 +5,9 @@ import warnings
 import jax
 import numpy as np
 import pytest
-from benchmarks.compiled_memory import measure_variant
 
 import remat_opt
+from benchmarks.compiled_memory import measure_variant
 from remat_opt.examples import image_classifier
 
 MB = 10**6

@@ -23,7 +23,7 @@ import numpy as np
 from remat_opt.graph.derive import Choice, _Derivation
 from remat_opt.graph.graph import Kind
 from remat_opt.graph.liveness import simulate
-from remat_opt.search.problem import Problem, Solution, _read_after_recomputing
+from remat_opt.search.problem import Problem, Solution
 
 SMALL_SHARE = 1 / 512
 
@@ -88,8 +88,10 @@ class Forward:
         for op in order[self.turn :]:
             derivation.segment[op] = max(block, default=0) + 1
         schedule = derivation.run()
-        held = choice.saved & _read_after_recomputing(graph, schedule)
-        choice = dataclasses.replace(choice, saved=held)
+        behind = (*order[self.turn :], *schedule.recomputed)
+        choice = dataclasses.replace(
+            choice, saved=choice.saved & {value for op in behind for value in graph.ops[op].inputs}
+        )
         return Solution(choice, schedule, simulate(graph, schedule), schedule.extra_seconds(graph))
 
     def solution_of_cuts(self, saved: Collection[int], positions: Collection[int]) -> Solution:

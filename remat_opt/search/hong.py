@@ -239,10 +239,11 @@ def _tables(stages: Stages) -> tuple[_Table, _Table, _Table]:
     before = stages.cuts.seconds[stages.cuts.positions]
     seconds = before[None, :] - before[:, None]
     least = np.minimum(backward, kept)
-    return tuple(
-        _Table(needed, np.maximum(needed, forward), crossing, kept, last, seconds)
-        for needed in (backward, backward + later, (least + backward) // 2)
-    )
+
+    def table(needed: np.ndarray) -> _Table:
+        return _Table(needed, np.maximum(needed, forward), crossing, kept, last, seconds)
+
+    return table(backward), table(backward + later), table((least + backward) // 2)
 
 
 def _least_peak(table: _Table, keep: bool) -> _Plan:

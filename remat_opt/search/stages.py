@@ -150,8 +150,8 @@ def sweep(evaluate: Callable[[int], Solution], count: int, budget: int | None, p
     """Simulate some of `count` plans that a model orders from least memory to least time.
 
     The model's peak and the simulated one differ, so that the order of simulated peaks is only nearly the model's.
-    Without a budget the first plans are tried, and then ever fewer. With one, bisection finds a plan that fits, and the
-    `patience` plans behind it are tried, too, as long as one of them fits.
+    Without a budget the first plans are tried, and then ever fewer, until `patience` in a row were no better. With one,
+    bisection finds a plan that fits, and the `patience` plans behind it are tried, too, as long as one of them fits.
     """
     found: dict[int, Solution] = {}
 
@@ -161,9 +161,11 @@ def sweep(evaluate: Callable[[int], Solution], count: int, budget: int | None, p
         return found[index]
 
     if budget is None:
-        index = 0
-        while index < count:
-            solution(index)
+        index = failed = 0
+        best = (float("inf"), float("inf"))
+        while index < count and failed < patience:
+            rank = (solution(index).peak, solution(index).extra_seconds)
+            best, failed = (rank, 0) if rank < best else (best, failed + 1)
             index += 1 + index // patience
         return list(found.values())
     low, high = -1, count  # fits, as far as is known; does not fit
