@@ -72,7 +72,7 @@ def _table(problem: Problem, turn: int) -> OptionTable:
 
 
 def _least_memory(problem: Problem) -> Solution:
-    # The op at the peak counts as backward; where it is cheap to try, as forward too, so that a cut may stand before it.
+    # The op at the peak counts as backward; where that is cheap, it is tried as forward too.
     shifts = (0, 1) if len(problem.order) <= _FEW_OPS else (0,)
     candidates = [_lower_peaks(problem, keep, shift) for keep in (True, False) for shift in shifts]
     return min(candidates, key=lambda solution: (solution.peak, solution.extra_seconds))

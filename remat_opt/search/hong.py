@@ -160,16 +160,20 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    exact, *others = _tables(stages)
-    plain = problem.plain.peak
-    if budget is not None:
-        found = [_simulated(stages, table, min(2 * budget, plain), budget) for table in (exact, others[0])]
-        best = best_of(problem, found, budget)
-        if best.peak <= budget:
-            return best
-    found = [(_simulated(stages, table, plain, None), table) for table in (exact, *others)]
-    best, table = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
-    return best_of(problem, [best, _simulated(stages, table, best.peak * 5 // 4, None)], budget)  # in finer slots
+    tables = _tables(stages)
+    best = problem.plain if budget is None else _fitting(stages, tables, budget)
+    if budget is not None and best.peak <= budget:
+        return best
+    found = [(_simulated(stages, table, problem.plain.peak, None), table) for table in tables]
+    least, table = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
+    finer = _simulated(stages, table, least.peak * 5 // 4, None)  # in smaller slots
+    best = best_of(problem, [best, least, finer], budget)
+    return best_of(problem, [best, _fitting(stages, tables, best.peak)], budget)
+
+
+def _fitting(stages: Stages, tables: Sequence[_Table], budget: int) -> Solution:
+    capacity = min(2 * budget, stages.problem.plain.peak)
+    return best_of(stages.problem, [_simulated(stages, table, capacity, budget) for table in tables[:2]], budget)
 
 
 def _simulated(stages: Stages, table: _Table, capacity: int, budget: int | None) -> Solution:

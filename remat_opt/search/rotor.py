@@ -222,16 +222,20 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    exact, *others = _models_of_graph(stages)
-    plain = problem.plain.peak
-    if budget is not None:
-        found = [_simulated(stages, model, min(2 * budget, plain), budget) for model in (exact, others[0])]
-        best = best_of(problem, found, budget)
-        if best.peak <= budget:
-            return best
-    found = [(_simulated(stages, model, plain, None), model) for model in (exact, *others)]
-    best, model = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
-    return best_of(problem, [best, _simulated(stages, model, best.peak * 5 // 4, None)], budget)  # in finer slots
+    models = _models_of_graph(stages)
+    best = problem.plain if budget is None else _fitting(stages, models, budget)
+    if budget is not None and best.peak <= budget:
+        return best
+    found = [(_simulated(stages, model, problem.plain.peak, None), model) for model in models]
+    least, model = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
+    finer = _simulated(stages, model, least.peak * 5 // 4, None)  # in smaller slots
+    best = best_of(problem, [best, least, finer], budget)
+    return best_of(problem, [best, _fitting(stages, models, best.peak)], budget)
+
+
+def _fitting(stages: Stages, models: Sequence[_Model], budget: int) -> Solution:
+    capacity = min(2 * budget, stages.problem.plain.peak)
+    return best_of(stages.problem, [_simulated(stages, model, capacity, budget) for model in models[:2]], budget)
 
 
 def _simulated(stages: Stages, model: _Model, capacity: int, budget: int | None) -> Solution:
