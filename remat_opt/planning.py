@@ -192,6 +192,10 @@ class _Decider:
     def search(self, limit: int | None) -> Solution:
         started = time.perf_counter()
         solution = SOLVERS[self.settings.solver](self.prepared.problem, limit)
+        if self.settings.budget.at_any_cost and self.settings.solver == "auto":
+            # "auto" recomputes each op once; nested recomputation takes more time and less memory.
+            nested = SOLVERS["rotor"](self.prepared.problem, limit)
+            solution = min(solution, nested, key=lambda one: one.peak)
         self.spend("search", started)
         return solution
 

@@ -2,6 +2,7 @@
 
 import math
 import re
+import warnings
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ import step_networks as networks
 import remat_opt.optimized
 from remat_opt import InfeasibleBudget, RematWarning, optimize
 from remat_opt.budget import Budget, parse_budget
+from remat_opt.search import SOLVERS
 
 WIDTH, LAYERS, BATCH = 32, 8, 256
 
@@ -133,7 +135,8 @@ def test_a_larger_budget_costs_no_more_time() -> None:
 @pytest.mark.parametrize("budget", [1.0, "1GiB"])
 def test_a_budget_that_the_step_keeps_anyway_changes_nothing(budget: Any) -> None:
     optimized = optimize(step, budget=budget)
-    with pytest.warns(RematWarning, match="as it was given"):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RematWarning)  # it is what was asked for: nothing to be warned of
         plan = optimized.plan(PARAMS, X)
     assert plan.is_plain
     assert plan.note
@@ -314,3 +317,18 @@ def test_an_infeasible_budget_may_fall_back_too() -> None:
     with pytest.warns(RematWarning, match="budget"):
         assert_close(optimized(PARAMS, X), jax.jit(step)(PARAMS, X))
     assert optimized.plan(PARAMS, X).is_plain
+
+
+def test_the_least_memory_at_any_cost_is_no_more_and_computes_the_same() -> None:
+    least, at_any_cost = optimize(step), optimize(step, budget="min")
+    assert at_any_cost.plan(PARAMS, X).predicted.peak_bytes <= least.plan(PARAMS, X).predicted.peak_bytes
+    assert_close(at_any_cost(PARAMS, X), jax.jit(step)(PARAMS, X))
+
+
+@pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"milp"}))  # milp takes minutes: it is for small graphs
+def test_every_solver_can_be_asked_for_and_computes_the_same(solver: str) -> None:
+    optimized = optimize(step, solver=solver)
+    plan = optimized.plan(PARAMS, X)
+    assert plan.solver == solver
+    assert plan.predicted.peak_bytes <= plan.predicted.plain_peak_bytes
+    assert_close(optimized(PARAMS, X), jax.jit(step)(PARAMS, X))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from random_graphs import training_chain, training_graph
 
@@ -21,6 +22,7 @@ from remat_opt.search.stages import (
     Held,
     NestedPlan,
     Stages,
+    in_slots,
     nested_solution,
     segments_choice,
     stages_before_peak,
@@ -226,6 +228,22 @@ def test_a_sweep_finds_the_last_plan_that_fits() -> None:
     assert max(peak for peak in found if peak <= 4) == 4
     assert len(asked) == len(set(asked))
     assert sweep(evaluate, 0, 4) == sweep(evaluate, 0, None) == []
+
+
+def test_slots_of_many_equal_sizes_sum_to_their_bytes() -> None:
+    for size in (1, 30, 99, 100, 101, 149, 150, 151):
+        slots = in_slots(np.full(200, size), 100)
+        assert abs(int(slots.sum()) * 100 - 200 * size) <= 200
+    sizes = np.array([[0, 3, 7], [1, 2, 5]])
+    assert (in_slots(sizes, 1) == sizes).all()
+
+
+def test_the_stages_are_spread_over_the_bytes_of_the_plain_step() -> None:
+    stages = stages_of(Problem(training_chain([1, 9] * 100)), most=20)
+    assert 15 <= len(stages) <= 21
+    # The cuts stand where 1 byte crosses, ten layers apart.
+    assert all(stages.costs.crossing_bytes(stage, stage + 1) == 1 for stage in range(len(stages) - 1))
+    assert all(len(stages.ops(stage)) <= 20 for stage in range(len(stages)))
 
 
 DIGEST = """
