@@ -192,10 +192,6 @@ class _Decider:
     def search(self, limit: int | None) -> Solution:
         started = time.perf_counter()
         solution = SOLVERS[self.settings.solver](self.prepared.problem, limit)
-        if self.settings.budget.at_any_cost and self.settings.solver == "auto":
-            # "auto" recomputes each op once; nested recomputation takes more time and less memory.
-            nested = SOLVERS["rotor"](self.prepared.problem, limit)
-            solution = min(solution, nested, key=lambda one: one.peak)
         self.spend("search", started)
         return solution
 
@@ -223,6 +219,8 @@ class _Decider:
                 "optimize the whole training step, with jax.grad and the update, not the loss alone)"
             )
         # With the user's own checkpoints the step as given may need less than our model of it without them says.
+        if self.settings.budget.at_any_cost and self.settings.solver == "auto":
+            return self.least_at_any_cost(solution)
         clear = solution.peak <= TOO_CLOSE_TO_CALL * plain_peak
         if self.compile is None or (clear and not self.prepared.captured.program.entered_checkpoints):
             return self.decision(solution)
@@ -233,6 +231,17 @@ class _Decider:
             f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "
             f"{plain.temp_bytes} for the step as it was given"
         )
+
+    def least_at_any_cost(self, once: Solution) -> Decision:
+        """The better of recomputing each op once, as "auto" does, and nested recomputation, by the compiler's word."""
+        started = time.perf_counter()
+        nested = SOLVERS["rotor"](self.prepared.problem, None)
+        self.spend("search", started)
+        if self.compile is None:
+            return self.decision(min(once, nested, key=lambda one: one.peak))
+        measured = [(self.measure(solution), solution) for solution in (nested, once)]
+        figures, solution = min(measured, key=lambda pair: pair[0].temp_bytes)
+        return self.decision(solution, figures)
 
     # A budget
 
