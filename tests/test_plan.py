@@ -115,8 +115,7 @@ def test_a_loaded_plan_gives_the_same_step(plan: Plan) -> None:
 
 
 def test_a_plan_of_a_plain_step_is_used_again(tmp_path: Path) -> None:
-    with pytest.warns(RematWarning, match="as it was given"):
-        plain = optimize(step, budget=1.0).plan(PARAMS, X)
+    plain = optimize(step, budget=1.0).plan(PARAMS, X)
     plain.save(tmp_path / "plain.json")
     with pytest.warns(RematWarning, match="as it was given"):
         assert optimize(step, plan=Plan.load(tmp_path / "plain.json")).plan(PARAMS, X).is_plain
