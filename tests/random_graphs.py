@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from remat_opt.graph.derive import Choice
+from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 
 
@@ -77,6 +78,11 @@ def training_chain(sizes: Sequence[int], kind: Kind = Kind.OPAQUE) -> Graph:
 
 
 def training_graph(source: random.Random, layers: int) -> Graph:
+    """A random step of kernels, all of whose values are buffers."""
+    return fuse(unfused_training_graph(source, layers)).graph
+
+
+def unfused_training_graph(source: random.Random, layers: int) -> Graph:
     """A random step: forward ops on earlier values, a loss, backward ops in reverse order, updates for some weights.
 
     Every kind of op occurs, values without bytes, ops with two results, ops that may not run twice, results that the
@@ -180,8 +186,14 @@ def random_choice(source: random.Random, graph: Graph) -> Choice:
 @st.composite
 def training_graphs(draw: st.DrawFn, max_layers: int = 8) -> Graph:
     """Graphs of `training_graph`."""
+    return fuse(draw(unfused_training_graphs(max_layers))).graph
+
+
+@st.composite
+def unfused_training_graphs(draw: st.DrawFn, max_layers: int = 8) -> Graph:
+    """Graphs of `unfused_training_graph`."""
     layers = draw(st.integers(1, max_layers))
-    return training_graph(draw(st.randoms(use_true_random=False)), layers)
+    return unfused_training_graph(draw(st.randoms(use_true_random=False)), layers)
 
 
 @st.composite

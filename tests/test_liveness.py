@@ -4,19 +4,41 @@ import functools
 
 import pytest
 from hypothesis import given, settings
-from random_graphs import Sketch, graphs_with_choices, training_chain, training_graphs
+from random_graphs import Sketch, graphs_with_choices, training_chain, training_graphs, unfused_training_graphs
 
 from remat_opt.graph.derive import Choice, derive, early_order
-from remat_opt.graph.fusion import materialised
+from remat_opt.graph.fusion import fuse, materialised
 from remat_opt.graph.graph import Graph, Kind, chain
 from remat_opt.graph.liveness import Buffer, simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
 
 
 def live_bytes(graph: Graph, *runs: Run) -> list[int]:
-    """Bytes at each position; without runs, of the program as it was written."""
+    """Bytes at each position; without runs, of the program as it was written.
+
+    Runs and positions are those of the kernels: elementwise ops that are fused into their readers have none.
+    """
+    graph = fuse(graph).graph
     schedule = Schedule(runs) if runs else save_everything(graph)
     return simulate(graph, schedule).live.tolist()
+
+
+def test_values_that_are_no_buffers_are_refused() -> None:
+    sketch = Sketch()
+    virtual = sketch.elementwise(sketch.op(size=1), size=1)
+    graph = sketch.graph(sketch.op(virtual, size=1, kind=Kind.REDUCTION))
+    with pytest.raises(ValueError, match="values are all buffers"):
+        simulate(graph, save_everything(graph))
+
+
+def test_a_schedule_that_cannot_run_is_refused() -> None:
+    graph = chain([1, 1, 1])
+    with pytest.raises(ValueError, match="every op in exactly one run"):
+        simulate(graph, Schedule((Run((0, 1)),)))
+    with pytest.raises(ValueError, match="value 1 is read at position 1, too early"):
+        simulate(graph, Schedule((Run((0, 2, 1)),)))
+    with pytest.raises(ValueError, match="value 0 is read at position 1, too early"):
+        simulate(graph, Schedule((Run((1,), recomputed=True), Run((0, 1, 2)))))
 
 
 def again(*ops: int) -> Run:
@@ -71,7 +93,7 @@ def test_a_virtual_value_costs_nothing_and_keeps_its_sources_alive() -> None:
     longer = sketch.elementwise(virtual, size=1000)
     c = sketch.op(size=5)  # reads neither of them
     total = sketch.op(longer, c, size=1, kind=Kind.REDUCTION)
-    assert live_bytes(sketch.graph(total)) == [10, 30, 30, 30, 35, 35, 0]
+    assert live_bytes(sketch.graph(total)) == [10, 30, 35, 35, 0]
 
 
 def test_a_virtual_value_of_an_argument_is_free() -> None:
@@ -79,14 +101,14 @@ def test_a_virtual_value_of_an_argument_is_free() -> None:
     cast = sketch.elementwise(sketch.input(8), size=1000)
     a = sketch.op(size=3)
     total = sketch.op(cast, a, size=1, kind=Kind.REDUCTION)
-    assert live_bytes(sketch.graph(total)) == [0, 3, 3, 0]
+    assert live_bytes(sketch.graph(total)) == [3, 3, 0]
 
 
 @pytest.mark.parametrize(
     ("reader", "live"),
     [
-        (Kind.REDUCTION, [10, 10, 15, 5, 0]),  # fused into the reduction: only its source is held
-        (Kind.ELEMENTWISE, [10, 10, 10, 10, 0]),  # never stored, nor is what reads it
+        (Kind.REDUCTION, [10, 15, 5, 0]),  # fused into the reduction: only its source is held
+        (Kind.ELEMENTWISE, [10, 10, 0]),  # never stored, nor is what reads it
         (Kind.CONTRACTION, [10, 110, 105, 5, 0]),  # operands of library products are stored
         (Kind.OPAQUE, [10, 110, 105, 5, 0]),
     ],
@@ -106,7 +128,7 @@ def test_a_reduction_is_stored_and_lets_go_of_its_operand() -> None:
     root = sketch.elementwise(total, size=1)
     b = sketch.op(size=20)
     last = sketch.op(b, root, size=7, kind=Kind.REDUCTION)
-    assert live_bytes(sketch.graph(last)) == [100, 101, 1, 21, 21, 0]
+    assert live_bytes(sketch.graph(last)) == [100, 101, 21, 21, 0]
 
 
 def update_and_reader(update_first: bool) -> Graph:
@@ -141,7 +163,7 @@ def test_a_later_reader_of_what_an_argument_is_cast_to_reads_the_argument() -> N
     gradient = sketch.op(size=50)
     new = sketch.elementwise(weight, gradient, size=50)
     last = sketch.op(cast, size=1, kind=Kind.REDUCTION)
-    assert live_bytes(sketch.graph(new, last, donated={weight: new})) == [0, 50, 100, 50, 0]
+    assert live_bytes(sketch.graph(new, last, donated={weight: new})) == [50, 100, 50, 0]
 
 
 def test_an_argument_that_is_returned_too_keeps_its_successor_out() -> None:
@@ -165,52 +187,6 @@ def test_a_value_that_is_read_before_it_is_made_again_stays_until_then() -> None
     # 10 is now kept, as the repeat of op 1 reads it: it is live from its first computation to its backward.
     runs = (Run((0, 1, 2, 3, 4)), again(1), Run((5, 6)))
     assert live_bytes(graph, *runs) == [10, 30, 60, 90, 110, 30, 50, 60, 20, 0]
-
-
-def virtual_cotangent(waits: bool) -> tuple[Graph, tuple[Run, ...]]:
-    """A virtual value of 100 bytes (of a source of 4) is made before a recomputed run and read behind it."""
-    sketch = Sketch()
-    a = sketch.op(size=10)
-    source = sketch.op(a, size=4)
-    virtual = sketch.elementwise(source, size=100)
-    last = sketch.op(virtual, a, size=1, kind=Kind.REDUCTION)
-    runs = (Run((0, 1, 2)), again(0), Run((3,))) if waits else (Run((0, 1)), again(0), Run((2, 3)))
-    return sketch.graph(last), runs
-
-
-def test_a_barrier_materialises_the_virtual_values_that_wait() -> None:
-    # Without a repeat the 100 bytes are never stored, and with one made behind the barrier neither.
-    graph, runs = virtual_cotangent(waits=True)
-    assert live_bytes(graph) == [10, 14, 14, 14, 0]
-    #                               op 0   1  2 barrier 0    3  return
-    assert live_bytes(graph, *runs) == [10, 14, 4, 104, 110, 110, 0]
-    graph, runs = virtual_cotangent(waits=False)
-    assert live_bytes(graph, *runs) == [10, 14, 4, 14, 14, 14, 0]
-
-
-def test_a_barrier_materialises_what_the_run_reads() -> None:
-    sketch = Sketch()
-    virtual = sketch.elementwise(sketch.input(1), size=100)
-    a = sketch.op(virtual, size=10, kind=Kind.REDUCTION)
-    last = sketch.op(a, a, size=1)
-    graph = sketch.graph(last)
-    # One buffer of the virtual value, from the barrier to the repeat of op 1.
-    assert live_bytes(graph, Run((0, 1)), again(1), Run((2,))) == [0, 10, 100, 110, 10, 0]
-
-
-def test_a_virtual_value_that_was_made_again_is_stored_by_the_barrier_before_its_reader() -> None:
-    sketch = Sketch()
-    virtual = sketch.elementwise(sketch.input(1), size=100)
-    a = sketch.op(size=10)
-    b = sketch.op(a, size=3)
-    last = sketch.op(b, virtual, size=1, kind=Kind.REDUCTION)
-    graph = sketch.graph(last)
-    forward, end = Run((0, 1, 2)), Run((3,))
-    # Made behind the last barrier, it is never stored.
-    assert live_bytes(graph, forward, again(2), again(0), end) == [0, 10, 13, 10, 13, 3, 3, 3, 0]
-    # Made before it, it is stored by that one and by no barrier between.
-    assert live_bytes(graph, forward, again(0), again(2), end) == [0, 10, 13, 10, 10, 110, 113, 103, 0]
-    assert live_bytes(graph, forward, again(0), again(1), again(2), end) == [0, 10, 13, 0, 0, 0, 10, 110, 113, 103, 0]
 
 
 def test_a_stored_value_goes_through_a_barrier_without_a_second_buffer() -> None:
@@ -253,7 +229,7 @@ def test_the_simulation_agrees_with_the_rules_read_slowly(drawn: tuple[Graph, Ch
     assert simulate(graph, schedule).live.tolist() == SlowSimulation(graph, schedule).live()
 
 
-@given(training_graphs())
+@given(unfused_training_graphs())
 def test_results_and_operands_that_need_a_buffer_are_stored_and_single_reads_are_not(graph: Graph) -> None:
     for value, stored in enumerate(materialised(graph)):
         made_by = [op.kind for op in graph.ops if value in op.outputs]
@@ -293,7 +269,6 @@ class SlowSimulation:
 
     def __init__(self, graph: Graph, schedule: Schedule):
         self.graph = graph
-        self.stored = materialised(graph)  # by fusion.py, which has tests of its own
         self.moments: list[tuple[str, int]] = []  # ("op", its index) or ("barrier", index of its run)
         self.barrier_runs = schedule.runs
         for index, run in enumerate(schedule.runs):
@@ -346,42 +321,22 @@ class SlowSimulation:
 
     @functools.cache  # noqa: B019
     def instance(self, value: int, moment: int) -> tuple[int, int]:
-        """The one that is read at a moment: the newest that was made, or stored by a barrier, before."""
+        """The one that is read at a moment: the newest that was made before."""
         for earlier in range(moment - 1, -1, -1):
             if value in self.made(earlier):
-                return value, earlier
-            is_barrier = self.moments[earlier][0] == "barrier"
-            if is_barrier and value in self.covered(earlier) and self.is_virtual(*self.instance(value, earlier)):
                 return value, earlier
         assert value in self.graph.inputs
         return value, -1
 
-    def is_virtual(self, value: int, moment: int) -> bool:
-        return moment >= 0 and self.moments[moment][0] == "op" and not self.stored[value]
-
-    @functools.cache  # noqa: B019
-    def holders(self, value: int, moment: int) -> frozenset[tuple[int, int]]:
-        """The buffers that a reader at a moment needs."""
-        instance = self.instance(value, moment)
-        if not self.is_virtual(*instance):
-            return frozenset([instance])
-        return frozenset().union(*(self.holders(source, instance[1]) for source in self.reads(instance[1])))
-
     @functools.cache  # noqa: B019
     def last_needed(self, instance: tuple[int, int]) -> int:
         for moment in range(self.end, instance[1], -1):
-            if any(instance in self.holders(value, moment) for value in self.reads(moment)):
+            if any(instance == self.instance(value, moment) for value in self.reads(moment)):
                 return moment
         return instance[1]
 
     def buffers(self) -> list[tuple[int, int]]:
-        found = []
-        for moment in range(self.end):
-            virtual = [v for v in self.made(moment) if not self.is_virtual(v, moment)]
-            if self.moments[moment][0] == "barrier":
-                virtual = [v for v in self.covered(moment) if self.is_virtual(*self.instance(v, moment))]
-            found += [(value, moment) for value in virtual]
-        return found
+        return [(value, moment) for moment in range(self.end) for value in self.made(moment)]
 
     def life(self, instance: tuple[int, int]) -> range:
         """The moments at which a buffer counts."""

@@ -12,22 +12,14 @@ import numpy as np
 import pytest
 from random_graphs import training_chain, training_graph
 
-from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, chain
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run
 from remat_opt.graph.timeline import timeline
 from remat_opt.search import Problem, Solution, Solver, chen, hong, rotor
-from remat_opt.search.stages import (
-    Held,
-    NestedPlan,
-    Stages,
-    in_slots,
-    nested_solution,
-    segments_choice,
-    stages_before_peak,
-    sweep,
-)
+from remat_opt.search.nested import Held, NestedPlan, nested_solution
+from remat_opt.search.segments import Option, Plan, choice_of, in_slots
+from remat_opt.search.stages import Stages, stages_before_peak, sweep
 
 SOLVERS = {"chen": chen.solve, "hong": hong.solve, "rotor": rotor.solve}
 each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
@@ -35,8 +27,7 @@ each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.key
 
 def random_problem(seed: int) -> Problem:
     source = random.Random(seed)
-    graph = training_graph(source, source.randint(1, 12))
-    return Problem(fuse(graph).graph if seed % 2 else graph)
+    return Problem(training_graph(source, source.randint(1, 12)))
 
 
 def again(*ops: int) -> Run:
@@ -199,7 +190,9 @@ def test_the_distance_to_the_best_segments() -> None:
         stages = stages_of(problem)
         inner = range(1, len(stages))
         ends = [chosen for number in range(len(inner) + 1) for chosen in itertools.combinations(inner, number)]
-        best = min(problem.solution(segments_choice(stages, chosen)).peak for chosen in ends)
+        plans = [Plan(chosen, (Option.RECOMPUTE,) * len(chosen)) for chosen in ends]
+        choices = [choice_of(stages.costs, problem.order, plan) for plan in plans]
+        best = min(problem.solution(choice).peak for choice in choices)
         for name, solve in SOLVERS.items():
             ratios[name].append(solve(problem, None).peak / best)
     print("\nSimulated peak over the best of all segments:")
@@ -242,7 +235,7 @@ def test_the_stages_are_spread_over_the_bytes_of_the_plain_step() -> None:
     stages = stages_of(Problem(training_chain([1, 9] * 100)), most=20)
     assert 15 <= len(stages) <= 21
     # The cuts stand where 1 byte crosses, ten layers apart.
-    assert all(stages.costs.crossing_bytes(stage, stage + 1) == 1 for stage in range(len(stages) - 1))
+    assert all(stages.costs.crossing[stage, stage + 1] == 1 for stage in range(len(stages) - 1))
     assert all(len(stages.ops(stage)) <= 20 for stage in range(len(stages)))
 
 

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from random_graphs import Sketch, training_chain, training_graph
 
-from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, chain
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, join_runs
@@ -24,7 +23,7 @@ each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.key
 
 def random_problem(seed: int, most_layers: int = 8) -> Problem:
     source = random.Random(seed)
-    return Problem(fuse(training_graph(source, source.randint(1, most_layers))).graph)
+    return Problem(training_graph(source, source.randint(1, most_layers)))
 
 
 def again(*ops: int) -> Run:
@@ -51,16 +50,6 @@ def test_least_memory_is_a_valid_schedule_and_never_worse_than_saving_everything
         assert solution.peak <= problem.plain.peak
         lowered += solution.peak < problem.plain.peak
     assert lowered > 10
-
-
-@each_solver
-def test_graphs_with_virtual_values_get_valid_schedules_too(solve: Solver) -> None:
-    for seed in range(12):
-        problem = Problem(training_graph(random.Random(seed), 5))  # not fused
-        least = solve(problem, None)
-        check(problem, least)
-        assert least.peak <= problem.plain.peak
-        check(problem, solve(problem, (least.peak + problem.plain.peak) // 2))
 
 
 @each_solver
@@ -130,11 +119,10 @@ def test_ops_that_may_not_run_twice_are_not_repeated(solve: Solver) -> None:
 DIGEST = """
 import random
 from random_graphs import training_graph
-from remat_opt.graph.fusion import fuse
 from remat_opt.search import Problem, feng_huang, lower_sets, milp
 for seed in range(8):
     for solver in (milp, lower_sets, feng_huang):
-        problem = Problem(fuse(training_graph(random.Random(seed), 6)).graph)
+        problem = Problem(training_graph(random.Random(seed), 6))
         least = solver.solve(problem, None)
         middle = solver.solve(problem, (least.peak + problem.plain.peak) // 2)
         print(least.schedule, middle.schedule, sorted(middle.choice.saved))
@@ -246,7 +234,7 @@ def small_graph(source: random.Random) -> Graph:
     """Forward and backward of two or three layers, a training graph, or any graph at all, of few ops."""
     kind = source.random()
     if kind < 0.2:
-        return fuse(training_graph(source, source.randint(1, 4))).graph
+        return training_graph(source, source.randint(1, 4))
     sketch = Sketch()
     values: list[int] = []
     if kind < 0.4:
@@ -288,7 +276,7 @@ def test_milp_finds_the_least_peak_and_the_least_time_of_all_schedules() -> None
 
 
 def test_milp_says_when_it_ran_out_of_time() -> None:
-    problem = Problem(fuse(training_graph(random.Random(6), 24)).graph)
+    problem = Problem(training_graph(random.Random(6), 24))
     with pytest.warns(milp.OutOfTime, match="0 seconds"):
         solution = milp.solve(problem, None, time_limit=0)
     assert solution.schedule == problem.plain.schedule

@@ -6,7 +6,6 @@ import random
 
 from random_graphs import training_chain, training_graph
 
-from remat_opt.graph.fusion import fuse
 from remat_opt.search import Problem
 from remat_opt.search.forward import forward_part
 from remat_opt.search.lower_sets import (
@@ -155,7 +154,7 @@ def test_every_lower_set_is_one_and_none_is_missing() -> None:
 
 def test_the_family_of_a_large_graph_is_of_lower_sets_and_holds_the_ends() -> None:
     for seed in range(10):
-        forward = forward_part(Problem(fuse(training_graph(random.Random(seed), 30)).graph))
+        forward = forward_part(Problem(training_graph(random.Random(seed), 30)))
         if not len(forward):
             continue
         family = some_lower_sets(forward, 12)
@@ -185,7 +184,7 @@ def test_the_distance_of_the_formula_to_the_best_simulated_strategy() -> None:
     for seed in range(60):
         source = random.Random(seed)
         if seed % 2:
-            problem = Problem(fuse(training_graph(source, source.randint(3, 7))).graph)
+            problem = Problem(training_graph(source, source.randint(3, 7)))
         else:
             problem = Problem(training_chain([source.randint(1, 9) for _ in range(source.randint(3, 8))]))
         forward = forward_part(problem)

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from random_graphs import Sketch, training_chain, training_graph, training_graphs
 
 from remat_opt.graph.derive import Choice
+from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.search import SOLVERS, Problem, Solution
 
@@ -85,7 +86,7 @@ def mixed_chain(source: random.Random, layers: int) -> Graph:
     for index in range(layers - 1, -1, -1):
         kind = source.choice(list(Kind))
         cotangent = sketch.op(cotangent, *residuals[index], size=sketch.sizes[values[index]], kind=kind)
-    return sketch.graph(cotangent)
+    return fuse(sketch.graph(cotangent)).graph
 
 
 def test_on_chains_of_mixed_kinds_the_distance_to_the_best_cuts_is_small(record_property) -> None:

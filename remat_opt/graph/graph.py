@@ -11,6 +11,8 @@ import enum
 import functools
 from collections.abc import Sequence
 
+import numpy as np
+
 
 class Kind(enum.Enum):
     """What a compiler does with an op's operands and results (see `fusion.py`)."""
@@ -42,6 +44,28 @@ class Op:
     seconds: float = 0.0
     repeatable: bool = True
     name: str = ""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lists:
+    """Many lists of values in one array: list i is `values[start[i] : start[i] + counts[i]]`."""
+
+    values: np.ndarray
+    start: np.ndarray
+    counts: np.ndarray
+
+    @classmethod
+    def make(cls, lists: Sequence[Sequence[int]]) -> Lists:
+        """From a sequence of sequences."""
+        counts = np.array([len(one) for one in lists], dtype=np.int64)
+        values = np.fromiter((value for one in lists for value in one), dtype=np.int64, count=int(counts.sum()))
+        return cls(values, np.cumsum(counts) - counts, counts)
+
+    def of(self, which: np.ndarray) -> np.ndarray:
+        """The lists `which`, one behind the other."""
+        counts = self.counts[which]
+        before = np.cumsum(counts) - counts
+        return self.values[np.repeat(self.start[which] - before, counts) + np.arange(int(counts.sum()))]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,6 +110,21 @@ class Graph:
             for value in dict.fromkeys(op.inputs):
                 users[value].append(index)
         return tuple(map(tuple, users))
+
+    @functools.cached_property
+    def reads(self) -> Lists:
+        """What each op reads."""
+        return Lists.make([op.inputs for op in self.ops])
+
+    @functools.cached_property
+    def makes(self) -> Lists:
+        """What each op makes."""
+        return Lists.make([op.outputs for op in self.ops])
+
+    @functools.cached_property
+    def size_array(self) -> np.ndarray:
+        """`sizes` as an array."""
+        return np.array(self.sizes, dtype=np.int64)
 
     @functools.cached_property
     def flops(self) -> float:

@@ -3,20 +3,23 @@
 What it counts is what a compiler reports as temporary memory: arguments are not counted, results that the caller gets
 are not counted, and a result that takes the place of a donated argument costs a buffer only while that argument is
 still to be read.
+
+Every value of the graph has to be a buffer, as in the graphs that `fusion.fuse` gives. A schedule's positions are its
+ops, in order, with one more before each recomputed run: its barrier. What a barrier covers is read behind it anyway, so
+that it lengthens no life.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import functools
 
 import numpy as np
 
 from remat_opt.graph.fusion import materialised
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.schedule import Schedule
-from remat_opt.graph.timeline import Stage, timeline
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,17 +42,52 @@ class Buffer:
         return self.reads[index] if index < len(self.reads) else self.death
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
+class Lives:
+    """All buffers' lives as arrays, in the order in which they are made, arguments first.
+
+    Attributes:
+        value, size, birth, death: as of `Buffer`.
+        reads: the positions of all reads, those of buffer i from `reads_start[i]` to `reads_start[i + 1]`.
+    """
+
+    value: np.ndarray
+    size: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+    reads: np.ndarray
+    reads_start: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.value)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Liveness:
     """The result of simulating a schedule.
 
     Attributes:
-        live: bytes live at each position (one position for each op run, one for each barrier).
-        buffers: all buffers with their lives.
+        live: bytes live at each position, and at the return.
+        lives: all buffers.
     """
 
     live: np.ndarray
-    buffers: tuple[Buffer, ...]
+    lives: Lives
+
+    @functools.cached_property
+    def buffers(self) -> tuple[Buffer, ...]:
+        """All buffers with their lives, in the order in which they are made, arguments first."""
+        lives = self.lives
+        columns = (lives.value.tolist(), lives.size.tolist(), lives.birth.tolist(), lives.death.tolist())
+        reads, start = lives.reads.tolist(), lives.reads_start.tolist()
+        buffers = []
+        for index, (value, size, birth, death) in enumerate(zip(*columns, strict=True)):
+            own = reads[start[index] : start[index + 1]]
+            if own and own[-1] != death:
+                # It waits in a buffer of its own until nobody reads the argument whose place it takes.
+                own = [*(read for read in own if read < death), death]
+            buffers.append(Buffer(value, size, birth, tuple(own)))
+        return tuple(buffers)
 
     @property
     def peak(self) -> int:
@@ -68,94 +106,91 @@ class Liveness:
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Liveness:
-    """Run a schedule on paper and record every buffer's life."""
-    return _Simulation(graph).run(timeline(graph, schedule))
+    """Run a schedule on paper and record every buffer's life.
+
+    Raises:
+        ValueError: the graph has values that are no buffers; the schedule reads a value before it is made, or does not
+            run every op once.
+    """
+    if not graph.fused and not all(materialised(graph)):
+        raise ValueError("expected a graph whose values are all buffers, found elementwise ops: give fuse(graph).graph")
+    ops, positions, end = _positions(graph, schedule)
+    lives = _lives(graph, ops, positions, end)
+    _share_places(graph, lives, end)
+    change = np.bincount(lives.birth, lives.size, minlength=end + 2)
+    change -= np.bincount(lives.death + 1, lives.size, minlength=end + 2)
+    return Liveness(np.cumsum(change.astype(np.int64))[: end + 1], lives)
 
 
-class _Simulation:
-    def __init__(self, graph: Graph):
-        self.graph = graph
-        self.stored = materialised(graph)
-        self.position = 0
-        # One entry for each time that a value is made.
-        self.value: list[int] = []
-        self.birth: list[int] = []
-        self.reads: list[list[int]] = []
-        self.roots: list[tuple[int, ...]] = []  # the buffers that hold it: itself, or for a virtual value its sources
-        self.current = [-1] * len(graph.sizes)
-        self.argument = {value: instance for instance, value in enumerate(graph.inputs)}
-        for value in graph.inputs:
-            self.make(value, stored=True, sources=())
+def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, int]:
+    """The ops in order with their positions, and the position of the return."""
+    lengths = np.array([len(run.ops) for run in schedule.runs], dtype=np.int64)
+    recomputed = np.array([run.recomputed for run in schedule.runs], dtype=bool)
+    ops = np.fromiter((op for run in schedule.runs for op in run.ops), dtype=np.int64, count=int(lengths.sum()))
+    first = ops[~np.repeat(recomputed, lengths)]
+    if len(first) != len(graph.ops) or (np.bincount(first, minlength=len(graph.ops)) != 1).any():
+        raise ValueError("expected every op in exactly one run that is not recomputed")
+    return ops, np.arange(len(ops)) + np.repeat(np.cumsum(recomputed), lengths), len(ops) + int(recomputed.sum())
 
-    def make(self, value: int, stored: bool, sources: Sequence[int]) -> None:
-        instance = len(self.value)
-        self.value.append(value)
-        self.birth.append(self.position)
-        self.reads.append([])
-        self.roots.append((instance,) if stored else tuple(dict.fromkeys(sources)))
-        self.current[value] = instance
 
-    def read(self, value: int) -> tuple[int, ...]:
-        roots = self.roots[self.current[value]]
-        for root in roots:
-            self.reads[root].append(self.position)
-        return roots
+def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Lives:
+    """When every buffer is made and read: events sorted by value and time, cut where a value is made."""
+    reads, makes, sizes = graph.reads, graph.makes, graph.size_array
+    read_value, read_at = reads.of(ops), np.repeat(positions, reads.counts[ops])
+    made_value, made_at = makes.of(ops), np.repeat(positions, makes.counts[ops])
+    given, returned = np.array(graph.inputs, dtype=np.int64), np.array(graph.outputs, dtype=np.int64)
+    value = np.concatenate([given, made_value, read_value, returned])
+    at = np.concatenate([np.zeros_like(given), made_at, read_at, np.full_like(returned, end)])
+    count = len(given) + len(made_value)
+    is_make = np.arange(len(value)) < count
+    # At one position reads come before what is made there; arguments come before all.
+    moment = 2 * at + is_make
+    moment[: len(given)] = -1
+    order = np.argsort(value * (2 * end + 3) + moment, kind="stable")
+    made = is_make[order]
+    instance = np.cumsum(made) - 1
+    maker = order[made]  # the event that made each instance
+    early = (instance < 0) | (value[maker[instance]] != value[order]) if len(order) else made
+    if early.any():
+        event = order[early][at[order[early]].argmin()]
+        raise ValueError(
+            f"expected values to be made before they are read: value {value[event]} is read at position {at[event]}, "
+            "too early"
+        )
+    # Buffers are numbered in the order in which they are made.
+    by_making = np.argsort(maker, kind="stable")
+    number = np.empty_like(by_making)
+    number[by_making] = np.arange(count)
+    last = np.append(np.flatnonzero(made)[1:], len(order))[:count] - 1  # the last event of each instance
+    read = ~made
+    counts = np.bincount(number[instance[read]], minlength=count)
+    by_buffer = np.argsort(number[instance[read]], kind="stable")
+    return Lives(
+        value=value[:count],
+        size=np.concatenate([np.zeros(len(given), dtype=np.int64), sizes[made_value]]),
+        birth=at[:count],
+        death=np.maximum(at[order[last]][by_making], at[:count]),
+        reads=at[order[read]][by_buffer],
+        reads_start=np.concatenate([[0], np.cumsum(counts)]),
+    )
 
-    def run(self, stages: Sequence[Stage]) -> Liveness:
-        for stage in stages:
-            if stage.crossing is not None:
-                for value in stage.crossing.covered:
-                    roots = self.read(value)
-                    if len(roots) != 1 or self.value[roots[0]] != value:
-                        self.make(value, stored=True, sources=())
-                self.position += 1
-            for index in stage.run.ops:
-                op = self.graph.ops[index]
-                sources = [root for value in op.inputs for root in self.read(value)]
-                for value in op.outputs:
-                    self.make(value, self.stored[value], sources)
-                self.position += 1
-        for value in self.graph.outputs:
-            self.read(value)
-        return self.result()
 
-    def result(self) -> Liveness:
-        sizes, in_place_from = self.temporary_sizes()
-        live = np.zeros(self.position + 2, dtype=np.int64)
-        buffers = []
-        for instance, value in enumerate(self.value):
-            if self.roots[instance] != (instance,):
-                continue
-            reads = self.reads[instance]
-            if instance in in_place_from:
-                # It waits in a buffer of its own until nobody reads the argument whose place it takes.
-                reads = [*(r for r in reads if r < in_place_from[instance]), in_place_from[instance]]
-            buffer = Buffer(value, sizes[instance], self.birth[instance], tuple(reads))
-            live[buffer.birth] += buffer.size
-            live[buffer.death + 1] -= buffer.size
-            buffers.append(buffer)
-        return Liveness(np.cumsum(live)[: self.position + 1], tuple(buffers))
-
-    def temporary_sizes(self) -> tuple[list[int], dict[int, int]]:
-        """Bytes of each instance, and for results that come too early for their donated argument's place the position
-        of that argument's last read."""
-        in_place_from: dict[int, int] = {}
-        sizes = [self.graph.sizes[value] for value in self.value]
-        outputs = set(self.graph.outputs)
-        inputs = len(self.graph.inputs)
-        taken_from = {output: given for given, output in self.graph.aliases}
-        for instance, value in enumerate(self.value):
-            if instance < inputs:
-                sizes[instance] = 0
-            elif value in outputs and self.current[value] == instance:
-                given = taken_from.get(value)
-                # In place only if nobody reads the donated argument after its successor has been made.
-                if given is None or self.last_read(given) <= self.birth[instance]:
-                    sizes[instance] = 0
-                else:
-                    in_place_from[instance] = self.last_read(given)
-        return sizes, in_place_from
-
-    def last_read(self, given: int) -> int:
-        reads = self.reads[self.argument[given]]
-        return reads[-1] if reads else -1
+def _share_places(graph: Graph, lives: Lives, end: int) -> None:
+    """Results cost nothing, but for those that wait for the place of a donated argument."""
+    last = np.full(len(graph.sizes), -1, dtype=np.int64)
+    last[lives.value] = np.arange(len(lives))  # the last instance of each value
+    results = last[np.array(graph.outputs, dtype=np.int64)]
+    results = results[results >= len(graph.inputs)]
+    if not len(results):
+        return
+    argument = np.full(len(graph.sizes), -1, dtype=np.int64)
+    argument[list(graph.inputs)] = np.arange(len(graph.inputs))
+    taken = np.full(len(graph.sizes), -1, dtype=np.int64)
+    for given, output in graph.aliases:
+        taken[output] = argument[given]
+    place = taken[lives.value[results]]
+    is_read = np.diff(lives.reads_start)[place] > 0
+    until = np.where((place >= 0) & is_read, lives.death[place], -1)
+    waits = until > lives.birth[results]
+    lives.size[results[~waits]] = 0
+    lives.death[results[waits]] = until[waits]

@@ -17,9 +17,8 @@ import dataclasses
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Kind
 from remat_opt.search.cuts import Cuts, SegmentCosts
-from remat_opt.search.options import OptionTable
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.segments import choose_segments
+from remat_opt.search.segments import Option, choice_of, least_peak, least_seconds, table_of
 
 _MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
@@ -56,19 +55,12 @@ def _lower_peaks_to(problem: Problem, limit: int) -> Solution:
     tried: set[int] = set()
     while best.peak > limit and len(tried) < _MOST_PASSES:
         turn = _peak_in_order(best)
-        choice = None if turn in tried else _table(problem, turn).least_time(limit)
+        choice = None
         if choice is None:
             break
         tried.add(turn)
         best = problem.solution(_merge(best.choice, choice))
     return best
-
-
-def _table(problem: Problem, turn: int) -> OptionTable:
-    tables = problem.memo.setdefault("options", {})
-    if turn not in tables:
-        tables[turn] = OptionTable(problem.graph, problem.order, problem.plain.liveness, turn)
-    return tables[turn]
 
 
 def _least_memory(problem: Problem) -> Solution:
@@ -87,7 +79,7 @@ def _lower_peaks(problem: Problem, keep: bool, shift: int) -> Solution:
         if turn in tried:
             break
         tried.add(turn)
-        choice = choose_segments(_costs(problem, turn), problem.order, keep=keep)
+        choice = _choose(_costs(problem, turn), problem.order, keep)
         candidate = problem.solution(_merge(best.choice, choice))
         if candidate.peak > best.peak or not candidate.schedule.recomputed:
             break
@@ -148,3 +140,8 @@ def _candidates(problem: Problem, found: Solution) -> list[frozenset[int]]:
             if size:
                 rated.append((sum(graph.ops[op].seconds for op in ops) / size, values))
     return [values for _, values in sorted(rated, key=lambda pair: (-pair[0], sorted(pair[1])))]
+
+
+def _choose(costs, order, keep):
+    table = table_of(costs, order, (Option.KEEP, Option.RECOMPUTE) if keep else (Option.RECOMPUTE,))
+    return choice_of(costs, order, least_peak(table))

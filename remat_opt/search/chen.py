@@ -29,7 +29,8 @@ from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Kind
 from remat_opt.search.cuts import MOST_CUTS
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.stages import Stages, best_of, segments_choice, stages_before_peak
+from remat_opt.search.segments import Option, Plan, choice_of
+from remat_opt.search.stages import Stages, best_of, stages_before_peak
 
 GRID = 8
 
@@ -87,20 +88,21 @@ def limits(checkpoints: int, largest: int, count: int = GRID) -> tuple[float, ..
 
 
 def _choices(stages: Stages, budget: int | None) -> Iterator[Choice]:
-    sizes = [stages.costs.residual_bytes(k, k + 1 if k + 1 < len(stages) else None) for k in range(len(stages))]
+    sizes = [int(stages.costs.residual[k, k + 1]) for k in range(len(stages))]
     at_zero = close_segments(sizes, 0)
     grid = limits(_checkpoint_bytes(stages, at_zero), largest_segment(sizes, at_zero))
     if budget is not None:
         grid = (*grid, *_longer(grid[-1], sum(sizes)))
     for ends in (square_root_split(len(stages)), *(close_segments(sizes, limit) for limit in grid)):
-        choice = segments_choice(stages, ends)
+        plan = Plan(ends, (Option.RECOMPUTE,) * len(ends))
+        choice = choice_of(stages.costs, stages.problem.order, plan)
         yield choice
         if budget is not None:
             yield _with_dear_results(stages, choice)
 
 
 def _checkpoint_bytes(stages: Stages, ends: Sequence[int]) -> int:
-    return sum(stages.costs.crossing_bytes(start, end) for start, end in itertools.pairwise((0, *ends)))
+    return sum(int(stages.costs.crossing[start, end]) for start, end in itertools.pairwise((0, *ends)))
 
 
 def _longer(limit: float, total: int) -> Iterator[float]:

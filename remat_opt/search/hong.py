@@ -38,10 +38,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.stages import Stages, best_of, in_slots, later_bytes, segments_choice, stages_before_peak, sweep
+from remat_opt.search.segments import Option, Plan, Table, choice_of, least_peak, least_seconds, table_of
+from remat_opt.search.stages import Stages, best_of, solve_by_models, stages_before_peak, sweep
 
 MOST_STAGES = 120
-SLOTS = 400
 Transient = Callable[[int, int], int]
 """U(i, j): the most bytes live while segment (i, j] runs backward, without the checkpoints up to i."""
 Checkpoints = tuple[int, ...]
@@ -160,150 +160,37 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    tables = _tables(stages)
-    best = problem.plain if budget is None else _fitting(stages, tables, budget)
-    if budget is not None and best.peak <= budget:
-        return best
-    found = [(_simulated(stages, table, problem.plain.peak, None), table) for table in tables]
-    least, table = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
-    finer = _simulated(stages, table, least.peak * 5 // 4, None)  # in smaller slots
-    best = best_of(problem, [best, least, finer], budget)
-    return best_of(problem, [best, _fitting(stages, tables, best.peak)], budget)
+
+    def simulated(table: Table, capacity: int, limit: int | None) -> Solution:
+        # A plan that keeps nothing may do better where the plain step's live sets mislead.
+        least = [_solution(stages, least_peak(one)) for one in (_without_keeping(table), table)]
+        plans = least_seconds(table, capacity)
+        some = sweep(lambda index: _solution(stages, plans[index]), len(plans), limit)
+        return best_of(problem, [*least, *some], limit)
+
+    return solve_by_models(problem, budget, _tables(stages), simulated)
 
 
-def _fitting(stages: Stages, tables: Sequence[_Table], budget: int) -> Solution:
-    capacity = min(2 * budget, stages.problem.plain.peak)
-    return best_of(stages.problem, [_simulated(stages, table, capacity, budget) for table in tables[:2]], budget)
+def _solution(stages: Stages, plan: Plan) -> Solution:
+    return stages.problem.solution(choice_of(stages.costs, stages.problem.order, plan))
 
 
-def _simulated(stages: Stages, table: _Table, capacity: int, budget: int | None) -> Solution:
-    """The best of the plans of least peak and of some of least seconds with at most `capacity` bytes, see `sweep`."""
-
-    def solution(plan: _Plan) -> Solution:
-        return stages.problem.solution(segments_choice(stages, plan.ends, plan.kept))
-
-    # A plan that keeps nothing may do better where the plain step's live sets mislead.
-    least = [solution(_least_peak(table, keep)) for keep in (False, True)]
-    plans = _least_seconds(table, capacity)
-    some = sweep(lambda index: solution(plans[index]), len(plans), budget)
-    return best_of(stages.problem, [*least, *some], budget)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Plan:
-    """Where segments end, as indices of cuts, and which of them are kept; the rest behind the last end is kept, too."""
-
-    ends: tuple[int, ...] = ()
-    kept: tuple[bool, ...] = ()
-
-    def behind(self, end: int, kept: bool) -> _Plan:
-        """The plan with one more segment in front of all others."""
-        return _Plan((end, *self.ends), (kept, *self.kept))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Table:
-    """What the segment from cut i to cut j takes, [i, j] with i < j: bytes and seconds.
-
-    Attributes:
-        backward: bytes live while it runs backward.
-        again: bytes live while it is made again and runs backward.
-        crossing: bytes that stay when it is made again.
-        kept: bytes that stay when it is kept.
-        last: [i], bytes live while all behind cut i runs backward.
-        seconds: of its ops.
-    """
-
-    backward: np.ndarray
-    again: np.ndarray
-    crossing: np.ndarray
-    kept: np.ndarray
-    last: np.ndarray
-    seconds: np.ndarray
-
-
-def _tables(stages: Stages) -> tuple[_Table, _Table, _Table]:
+def _tables(stages: Stages) -> tuple[Table, Table, Table]:
     """What segments take, and twice what they may take instead.
 
-    The second adds what was made behind a segment and is still there when it runs backward in the plain step; where
-    backward ops of several segments mix, that may be too much. The third halves what a backward run needs beyond what
+    The second counts later segments' residuals beside a segment. The third halves what a backward run needs beyond what
     is kept, because its most may come together with less of the rest than the plain step's order says.
     """
-    costs, count = stages.costs, len(stages)
-    backward, forward, crossing, kept, later = np.zeros((5, count, count), dtype=np.int64)
-    _, behind = later_bytes(stages)
-    for i in range(count):
-        for j in range(i + 1, count):
-            backward[i, j] = costs.backward_peak(i, j)
-            forward[i, j] = costs.forward_peak(i, j)
-            crossing[i, j] = costs.crossing_bytes(i, j)
-            kept[i, j] = costs.kept_bytes(i, j)
-            later[i, j] = behind[j - 1]
-    last = np.array([costs.backward_peak(i, None) for i in range(count)], dtype=np.int64)
-    before = stages.cuts.seconds[stages.cuts.positions]
-    seconds = before[None, :] - before[:, None]
-    least = np.minimum(backward, kept)
-
-    def table(needed: np.ndarray) -> _Table:
-        return _Table(needed, np.maximum(needed, forward), crossing, kept, last, seconds)
-
-    return table(backward), table(backward + later), table((least + backward) // 2)
+    options = (Option.KEEP, Option.RECOMPUTE)
+    alone, beside = (table_of(costs, stages.problem.order, options) for costs in (stages.costs, stages.beside))
+    count = len(stages)
+    backward, kept = stages.costs.backward[:, :count], stages.costs.kept[:, :count]
+    halved = (np.minimum(backward, kept) + backward) // 2
+    needs = np.stack([halved, np.maximum(halved, stages.costs.forward[:, :count])])
+    return alone, beside, dataclasses.replace(alone, needs=needs)
 
 
-def _least_peak(table: _Table, keep: bool) -> _Plan:
-    """M(0) in bytes; among equal peaks the least seconds. `keep`: whether segments before the last may be kept."""
-    count = len(table.last)
-    peak, seconds = table.last.copy(), np.zeros(count)
-    plans = [_Plan()] * count
-    for i in range(count - 2, -1, -1):
-        following = slice(i + 1, count)
-        peaks = [np.maximum(table.again[i, following], table.crossing[i, following] + peak[following])]
-        times = [seconds[following] + table.seconds[i, following]]
-        if keep:
-            peaks.append(np.maximum(table.backward[i, following], table.kept[i, following] + peak[following]))
-            times.append(seconds[following])
-        all_peaks, all_times = np.concatenate(peaks), np.concatenate(times)
-        best = int(np.lexsort((all_times, all_peaks))[0])
-        if (all_peaks[best], all_times[best]) < (peak[i], 0.0):
-            kept, offset = divmod(best, count - 1 - i)
-            peak[i], seconds[i] = all_peaks[best], all_times[best]
-            plans[i] = plans[i + 1 + offset].behind(i + 1 + offset, bool(kept))
-    return plans[0]
-
-
-def _least_seconds(table: _Table, capacity: int) -> list[_Plan]:
-    """The plans of least seconds for every size of memory up to `capacity` bytes, those of least memory first."""
-    count = len(table.last)
-    slot = max(1, -(-capacity // SLOTS))
-    rooms = np.arange(-(-capacity // slot) + 1)
-    seconds = np.full((count, len(rooms)), np.inf)
-    decision = np.full((count, len(rooms)), -1, dtype=np.int64)
-    again, backward, last = (-(-bytes_ // slot) for bytes_ in (table.again, table.backward, table.last))
-    crossing, kept = in_slots(table.crossing, slot), in_slots(table.kept, slot)
-    for i in range(count - 1, -1, -1):
-        following = np.arange(i + 1, count)
-        options = [np.where(rooms >= last[i], 0.0, np.inf)[None, :]]
-        for stays, needs, time in ((kept, backward, 0.0), (crossing, again, table.seconds[i, following, None])):
-            left = rooms[None, :] - stays[i, following, None]
-            behind = seconds[following[:, None], np.maximum(left, 0)] + time
-            options.append(np.where((left >= 0) & (rooms >= needs[i, following, None]), behind, np.inf))
-        table_of_options = np.concatenate(options)
-        decision[i] = table_of_options.argmin(axis=0)
-        seconds[i] = table_of_options.min(axis=0)
-    rooms_of_change = [m for m in rooms if seconds[0, m] < (seconds[0, m - 1] if m else np.inf)]
-    return [_read_plan(decision, (crossing, kept), int(room)) for room in rooms_of_change]
-
-
-def _read_plan(decision: np.ndarray, stays: tuple[np.ndarray, np.ndarray], room: int) -> _Plan:
-    count = len(decision)
-    ends: list[int] = []
-    kept: list[bool] = []
-    i = 0
-    while (option := int(decision[i, room]) - 1) >= 0:
-        second, offset = divmod(option, count - 1 - i)
-        j = i + 1 + offset
-        room -= int(stays[0 if second else 1][i, j])
-        ends.append(j)
-        kept.append(not second)
-        i = j
-    return _Plan(tuple(ends), tuple(kept))
+def _without_keeping(table: Table) -> Table:
+    return dataclasses.replace(
+        table, options=table.options[1:], stays=table.stays[1:], needs=table.needs[1:], seconds=table.seconds[1:]
+    )

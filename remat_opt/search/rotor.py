@@ -30,18 +30,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.stages import (
-    Held,
-    NestedPlan,
-    Stages,
-    best_of,
-    in_slots,
-    later_bytes,
-    nested_solution,
-    stages_before_peak,
-    sweep,
-)
+from remat_opt.search.segments import in_slots
+from remat_opt.search.stages import Stages, best_of, later_bytes, solve_by_models, stages_before_peak, sweep
 
 MOST_STAGES = 60
 SLOTS = 400
@@ -222,29 +214,20 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     stages = stages_before_peak(problem, MOST_STAGES)
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
-    models = _models_of_graph(stages)
-    best = problem.plain if budget is None else _fitting(stages, models, budget)
-    if budget is not None and best.peak <= budget:
-        return best
-    found = [(_simulated(stages, model, problem.plain.peak, None), model) for model in models]
-    least, model = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
-    finer = _simulated(stages, model, least.peak * 5 // 4, None)  # in smaller slots
-    best = best_of(problem, [best, least, finer], budget)
-    return best_of(problem, [best, _fitting(stages, models, best.peak)], budget)
+
+    def simulated(model: _Model, capacity: int, limit: int | None) -> Solution:
+        plans = nested_plans(model, capacity)
+        solutions = sweep(lambda index: nested_solution(stages, plans[index]), len(plans), limit)
+        return best_of(problem, solutions, limit)
+
+    return solve_by_models(problem, budget, models_of_graph(stages), simulated)
 
 
-def _fitting(stages: Stages, models: Sequence[_Model], budget: int) -> Solution:
-    capacity = min(2 * budget, stages.problem.plain.peak)
-    return best_of(stages.problem, [_simulated(stages, model, capacity, budget) for model in models[:2]], budget)
-
-
-def _simulated(stages: Stages, model: _Model, capacity: int, budget: int | None) -> Solution:
-    """The best of some solutions of the programme with at most `capacity` bytes, see `sweep`."""
+def nested_plans(model: _Model, capacity: int) -> list[NestedPlan]:
+    """The programme's plans for every number of slots in `capacity` bytes, those of least memory first."""
     slot = max(1, -(-capacity // SLOTS))
     programme = _Programme(model.in_slots(slot), -(-capacity // slot))
-    plans = [_plan(programme.sequence(memory)) for memory in programme.memories()]
-    solutions = sweep(lambda index: nested_solution(stages, plans[index]), len(plans), budget)
-    return best_of(stages.problem, solutions, budget)
+    return [_plan(programme.sequence(memory)) for memory in programme.memories()]
 
 
 def _plan(sequence: Sequence[Step]) -> NestedPlan:
@@ -264,7 +247,7 @@ def _plan(sequence: Sequence[Step]) -> NestedPlan:
     return NestedPlan(sweeps[0][1], before)
 
 
-def _models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
+def models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
     """What the stages take, and twice what they may take instead.
 
     The second adds what was made behind a stage and is still there when it runs backward in the plain step; where
@@ -272,21 +255,19 @@ def _models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
     kept, because their most may come together with less of the rest than the plain step's order says.
     """
     costs, cuts, count = stages.costs, stages.cuts, len(stages)
-    saved = np.zeros((count, count), dtype=np.int64)
-    for a in range(count):
-        saved[a, a + 1 :] = [costs.crossing_bytes(a, j) for j in range(a + 1, count)]
-    ends = [*range(1, count), None]
-    kept = [costs.kept_bytes(a, a + 1) for a in range(count - 1)] + [costs.residual_bytes(count - 1, None)]
-    keeping = [costs.forward_peak(a, a + 1) for a in range(count - 1)] + kept[-1:]
-    reversing = np.array([costs.backward_peak(a, end) for a, end in enumerate(ends)], dtype=np.int64)
+    one = np.arange(count)  # stage a alone is [a, a + 1]
+    kept = costs.kept[one, one + 1]
+    keeping = costs.forward[one, one + 1]
+    keeping[-1:] = kept[-1:]
+    reversing = costs.backward[one, one + 1]
     later, residuals = later_bytes(stages)
     model = _Model(
         forward=np.diff(cuts.seconds[[*cuts.positions, cuts.turn]]),
         backward=np.zeros(count),  # once in every plan
-        saved=saved,
+        saved=costs.crossing[:, :count],
         swept=_swept(stages),
-        kept=np.array(kept, dtype=np.int64),
-        keeping=np.array(keeping, dtype=np.int64),
+        kept=kept,
+        keeping=keeping,
         reversing=reversing,
         gradient=later - residuals,
     )
@@ -298,19 +279,10 @@ def _models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
 
 def _swept(stages: Stages) -> np.ndarray:
     """[a, j], most bytes live of what a … j − 1 make, where only what later forward ops read is held."""
-    turn, positions = stages.cuts.turn, stages.cuts.positions
-    lives = [
-        (buffer.birth, max((read for read in buffer.reads if read < turn), default=buffer.birth), buffer.size)
-        for buffer in stages.problem.plain.liveness.buffers
-        if buffer.size and buffer.birth < turn
-    ]
-    swept = np.zeros((len(stages), len(stages)), dtype=np.int64)
-    for a, start in enumerate(positions):
-        change = np.zeros(turn + 1, dtype=np.int64)
-        for birth, last, size in lives:
-            if birth >= start:
-                change[birth] += size
-                change[last + 1] -= size
-        most = np.maximum.accumulate(np.cumsum(change))
-        swept[a, a + 1 :] = most[np.array(positions[a + 1 :], dtype=np.int64) - 1]
-    return swept
+    turn, lives = stages.cuts.turn, stages.problem.plain.liveness.lives
+    made = np.flatnonzero((lives.size > 0) & (lives.birth < turn))
+    read = np.append(lives.reads, 0)  # reduceat wants an index even for the empty list at the end
+    last = np.maximum.reduceat(np.where(read < turn, read, -1), lives.reads_start[:-1])
+    last = np.where(np.diff(lives.reads_start) > 0, last, -1)
+    birth = lives.birth[made]
+    return stages.costs.peaks_of(birth, np.maximum(last[made], birth), lives.size[made])[:, : len(stages)]

@@ -1,98 +1,171 @@
 """Segments over cuts of the topological order, by the prefix-maximum objective (Hong et al. 2025, section 3).
 
-Everything live at the step's peak was made before it. The ops before the peak are cut into contiguous segments. A
-segment is *recomputed*: what crosses its end is saved, the rest is made again when its backward comes; or it is *kept*:
-all that is read behind the peak is saved. Segments run backward from the last to the first, so that those behind are
-done when one runs:
+The ops before a turning point are cut into contiguous segments. Each has one of three options: *recompute* all of it
+when its backward comes, so that only what crosses its end is saved; keep its *dear* results (products, convolutions,
+reductions, opaque ops) and recompute the elementwise rest; or *keep* all that is read behind the turning point.
+Segments run backward from the last to the first, so that those behind are done when one runs:
 
-    least(i) = min over j > i of  max(backward(i, j), forward(i, j), crossing(i, j) + least(j))   recomputed
-                              or  max(backward(i, j), kept(i, j) + least(j))                      kept
+    least(i) = min over j > i and options of  max(needs(i, j, option), stays(i, j, option) + least(j))
 
-`crossing` and `kept` are bytes that stay until the segment's own backward; `backward` is the most bytes live while it
-runs, its own buffers and the cotangents; `forward` is the most while it is recomputed. All are taken from the plain
-step's true live sets. Among equal peaks the shorter recomputation wins. The last segment's backward follows its
-forward, so that it is not recomputed: the turning point is its start.
+`stays` are the bytes that are held until the segment's own backward, `needs` the most bytes live while it runs, its own
+buffers and the cotangents, and while it is recomputed. All are taken from the plain step's true live sets (`cuts.py`).
+The last segment's backward follows its forward, so that it is not recomputed: the turning point is its start.
 
-Gaps: one level of recomputation; segments are contiguous in the program's order.
+`least_peak` is this recurrence. `least_seconds` is the dual, as Rotor's programme (Herrmann et al. 2019, section 4)
+with options as Rockmate's (Zhao et al. 2023): the least seconds of recomputation for every size of memory, in slots.
+Both only guide: the simulated schedule decides.
+
+Gaps: one level of recomputation; segments are contiguous in the program's order; the choice inside a segment is by kind
+of op, not by value (`moves.py` mends that in the schedule).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Sequence
 
+import numpy as np
+
 from remat_opt.graph.derive import Choice
-from remat_opt.graph.graph import Graph
-from remat_opt.graph.liveness import Liveness
-from remat_opt.search.cuts import Cuts, SegmentCosts
+from remat_opt.graph.graph import Kind
+from remat_opt.search.cuts import SegmentCosts
+
+SLOTS = 400
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Best:
-    """The best way on from a cut: peak in bytes, then seconds of recomputation; the next cut and what becomes of the
-    segment up to there."""
+class Option(enum.IntEnum):
+    """What becomes of a segment; among equals the first is taken."""
 
-    peak: int
-    seconds: float
-    following: int | None = None
-    kept: bool = False
-
-    def better_than(self, other: _Best) -> bool:
-        return (self.peak, self.seconds) < (other.peak, other.seconds)
+    KEEP = 0
+    DEAR = 1
+    RECOMPUTE = 2
 
 
-def least_memory(graph: Graph, order: Sequence[int], live: Liveness, turn: int, *, keep: bool = True) -> Choice:
-    """The segments before position `turn` of `order` that make the peak least, by the recurrence above.
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Segments in order: the cuts at which they end, and their options. What is behind the last end is kept."""
 
-    Args:
-        graph: the step.
-        order: every op once, in the order of first runs.
-        live: the plain step's liveness in that order.
-        turn: the position of the peak.
-        keep: whether segments may be kept. What is kept stays to its last read, beyond a second turning point too.
+    ends: tuple[int, ...] = ()
+    options: tuple[Option, ...] = ()
+
+    def behind(self, end: int, option: Option) -> Plan:
+        """The plan with one more segment in front of all others."""
+        return Plan((end, *self.ends), (option, *self.options))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Table:
+    """What the segment from cut i to cut j takes under an option, [option, i, j] with i < j.
+
+    Attributes:
+        options: which options are offered, in the order of the first axis.
+        stays: bytes that are held until its own backward.
+        needs: the most bytes live while it is made again and runs backward.
+        seconds: of recomputation.
+        last: [i], the most bytes live while all behind cut i runs backward.
     """
-    return choose_segments(SegmentCosts(Cuts(graph, order, turn), live), order, keep=keep)
+
+    options: tuple[Option, ...]
+    stays: np.ndarray
+    needs: np.ndarray
+    seconds: np.ndarray
+    last: np.ndarray
 
 
-def choose_segments(costs: SegmentCosts, order: Sequence[int], *, keep: bool) -> Choice:
-    """The same from costs that were made before."""
-    return _choice(costs.cuts.graph, order, costs.cuts, _recurrence(costs.cuts, costs, keep))
+def table_of(costs: SegmentCosts, order: Sequence[int], options: Sequence[Option] = tuple(Option)) -> Table:
+    """What segments take, from the plain step's live sets; options in the given order."""
+    graph, count = costs.cuts.graph, len(costs.cuts)
+    ops = [graph.ops[op] for op in order[: costs.cuts.turn]]
+    times = np.array([op.seconds if op.kind is Kind.ELEMENTWISE else 0.0 for op in ops], dtype=float)
+    cheap = np.concatenate([[0.0], np.cumsum(times)])[costs.cuts.stops[:-1]]
+    square = np.index_exp[:, :count]
+    needs = costs.backward[square]
+    tables = {
+        Option.KEEP: (costs.kept[square], needs, np.zeros((count, count))),
+        Option.DEAR: (costs.dear(order)[square], needs, cheap[None, :] - cheap[:, None]),
+        Option.RECOMPUTE: (costs.crossing[square], np.maximum(needs, costs.forward[square]), costs.seconds[square]),
+    }
+    stays, needs, seconds = (np.stack([tables[option][k] for option in options]) for k in range(3))
+    return Table(tuple(options), stays, needs, seconds, costs.backward[:, count])
 
 
-def _recurrence(cuts: Cuts, costs: SegmentCosts, keep: bool) -> list[_Best]:
-    best: list[_Best] = [_Best(0, 0.0)] * len(cuts)
-    for i in range(len(cuts) - 1, -1, -1):
-        here = _Best(costs.backward_peak(i, None), 0.0)
-        for j in range(i + 1, len(cuts)):
-            if costs.residual_bytes(i, j) > here.peak:
-                break  # grows with the segment, and bounds its backward peak from below
-            behind = best[j]
-            backward = costs.backward_peak(i, j)
-            if backward > here.peak:
-                continue
-            kept = _Best(max(backward, costs.kept_bytes(i, j) + behind.peak), behind.seconds, j, True)
-            if keep and kept.better_than(here):
-                here = kept
-            stay = max(backward, costs.crossing_bytes(i, j) + behind.peak)
-            if stay <= here.peak:
-                seconds = float(cuts.seconds[cuts.positions[j]] - cuts.seconds[cuts.positions[i]])
-                again = _Best(max(stay, costs.forward_peak(i, j)), behind.seconds + seconds, j, False)
-                if again.better_than(here):
-                    here = again
-        best[i] = here
-    return best
+def least_peak(table: Table) -> Plan:
+    """The plan of least memory; among equals that of the least seconds."""
+    count = len(table.last)
+    peak, seconds = table.last.copy(), np.zeros(count)
+    plans = [Plan()] * count
+    for i in range(count - 2, -1, -1):
+        following = slice(i + 1, count)
+        peaks = np.maximum(table.needs[:, i, following], table.stays[:, i, following] + peak[following])
+        times = table.seconds[:, i, following] + seconds[following]
+        best = int(np.lexsort((times.ravel(), peaks.ravel()))[0])
+        which, offset = divmod(best, count - 1 - i)
+        if (peaks[which, offset], times[which, offset]) < (peak[i], 0.0):
+            peak[i], seconds[i] = peaks[which, offset], times[which, offset]
+            plans[i] = plans[i + 1 + offset].behind(i + 1 + offset, table.options[which])
+    return plans[0]
 
 
-def _choice(graph: Graph, order: Sequence[int], cuts: Cuts, best: Sequence[_Best]) -> Choice:
-    saved: set[int] = set()
-    positions: list[int] = []
+def least_seconds(table: Table, capacity: int) -> list[Plan]:
+    """The plans of least seconds for every size of memory up to `capacity` bytes, those of least memory first."""
+    count = len(table.last)
+    slot = max(1, -(-capacity // SLOTS))
+    rooms = np.arange(-(-capacity // slot) + 1)
+    seconds = np.full((count, len(rooms)), np.inf)
+    decision = np.full((count, len(rooms)), -1, dtype=np.int64)
+    stays, needs, last = in_slots(table.stays, slot), -(-table.needs // slot), -(-table.last // slot)
+    for i in range(count - 1, -1, -1):
+        choices = [np.where(rooms >= last[i], 0.0, np.inf)[None, :]]
+        for which in range(len(table.options)):
+            left = rooms[None, :] - stays[which, i, i + 1 :, None]
+            behind = seconds[np.arange(i + 1, count)[:, None], np.maximum(left, 0)]
+            fits = (left >= 0) & (rooms[None, :] >= needs[which, i, i + 1 :, None])
+            choices.append(np.where(fits, behind + table.seconds[which, i, i + 1 :, None], np.inf))
+        together = np.concatenate(choices)
+        decision[i] = together.argmin(axis=0)
+        seconds[i] = together.min(axis=0)
+    better = np.flatnonzero(seconds[0] < np.concatenate([[np.inf], seconds[0, :-1]]))
+    return [_read(table, stays, decision, int(room)) for room in better]
+
+
+def _read(table: Table, stays: np.ndarray, decision: np.ndarray, room: int) -> Plan:
+    count = len(decision)
+    ends: list[int] = []
+    options: list[Option] = []
     i = 0
-    while (step := best[i]).following is not None:
-        start, stop = cuts.positions[i], cuts.positions[step.following]
-        saved |= cuts.crossing(step.following)
-        if step.kept:
-            # All of it, virtual values too: what is not forgotten is not made again.
-            saved.update(value for position in range(start, stop) for value in graph.ops[order[position]].outputs)
-        positions.append(stop)
-        i = step.following
-    return Choice(frozenset(saved), tuple(positions[-1:]), tuple(positions))
+    while (chosen := int(decision[i, room]) - 1) >= 0:
+        which, offset = divmod(chosen, count - 1 - i)
+        j = i + 1 + offset
+        room -= int(stays[which, i, j])
+        ends.append(j)
+        options.append(table.options[which])
+        i = j
+    return Plan(tuple(ends), tuple(options))
+
+
+def in_slots(sizes: np.ndarray, slot: int) -> np.ndarray:
+    """Bytes in slots, rounded so that sums of many are right.
+
+    Equal small sizes rounded to the nearest all err to one side. So the share of a slot that is rounded up is another
+    one in each column (multiples of the golden ratio lie evenly). Exact for slots of one byte.
+    """
+    share = np.arange(sizes.shape[-1]) * 618034 % 1000000
+    return (sizes + share * slot // 1000000) // slot
+
+
+def choice_of(costs: SegmentCosts, order: Sequence[int], plan: Plan) -> Choice:
+    """What a plan saves. Without segments all is saved."""
+    cuts = costs.cuts
+    saved: set[int] = set()
+    start = 0
+    for end, option in zip(plan.ends, plan.options, strict=True):
+        saved |= cuts.crossing(end)
+        for position in range(cuts.positions[start], cuts.positions[end]):
+            op = cuts.graph.ops[order[position]]
+            # Kept is all of it: what is not forgotten is not made again.
+            if option is Option.KEEP or (option is Option.DEAR and op.kind is not Kind.ELEMENTWISE):
+                saved.update(op.outputs)
+        start = end
+    positions = tuple(cuts.positions[end] for end in plan.ends)
+    return Choice(frozenset(saved), positions[-1:], positions)
