@@ -114,7 +114,7 @@ def frontier(
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         target: the device to plan for; default: the attached backend.
         solver: name of the search.
-        budgets: how many budgets between the least and the plain peak are solved for.
+        budgets: for how many budgets between the least and the plain peak a solver other than "auto" is asked.
         **kwargs: keyword arguments of the step.
 
     Returns:

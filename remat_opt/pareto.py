@@ -9,7 +9,8 @@ from typing import Any
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
 from remat_opt.planning import Prepared, Settings, decision_of
-from remat_opt.search import SOLVERS, Solution
+from remat_opt.search import SOLVERS, Solution, search_of
+from remat_opt.search.auto import pareto_front
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +70,12 @@ class Frontier:
 def trace_frontier(
     fun: Callable, settings: Settings, options: dict[str, Any], args: tuple, kwargs: dict, budgets: int
 ) -> Frontier:
-    """Solve for budgets spread between the least and the plain peak and keep what is on the Pareto front."""
+    """The Pareto front that a search found; of the other solvers, of their answers to budgets up to the plain peak."""
     function = OptimizedFunction(fun, settings, options)
     prepared = function.prepare(*args, **kwargs)
     solutions = _solutions(prepared, settings.solver, budgets)
-    front: list[Solution] = []
-    for solution in sorted(solutions, key=lambda one: (one.extra_seconds, one.peak)):
-        if not front or solution.peak < front[-1].peak:
-            front.append(solution)
     points = []
-    for solution in reversed(front):
+    for solution in solutions:
         plan = decision_of(prepared, settings, solution).plan
         points.append(
             FrontierPoint(plan.predicted.peak_bytes, solution.extra_seconds, plan.predicted.extra_flops, plan)
@@ -86,12 +83,14 @@ def trace_frontier(
     return Frontier(tuple(points))
 
 
-def _solutions(prepared: Prepared, solver: str, budgets: int) -> list[Solution]:
+def _solutions(prepared: Prepared, solver: str, budgets: int) -> tuple[Solution, ...]:
     problem = prepared.problem
+    if solver == "auto":
+        return search_of(problem).frontier
     least, plain = SOLVERS[solver](problem, None), problem.plain
     solutions = [least, plain]
     if least.peak < plain.peak:
         for index in range(1, budgets + 1):
             budget = least.peak + (plain.peak - least.peak) * index // (budgets + 1)
             solutions.append(SOLVERS[solver](problem, budget))
-    return solutions
+    return pareto_front(solutions)

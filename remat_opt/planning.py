@@ -25,7 +25,7 @@ from remat_opt.plan import Plan, PlanError, Prediction, digest
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.names import name_values
-from remat_opt.search import SOLVERS, Problem, Solution
+from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.targets import Figures, Target, resolve_target
 from remat_opt.version import __version__
 from remat_opt.write.train_step import write
@@ -233,10 +233,10 @@ class _Decider:
         )
 
     def least_at_any_cost(self, once: Solution) -> Decision:
-        """The better of recomputing each op once, as "auto" does, and nested recomputation, by the compiler's word."""
-        started = time.perf_counter()
-        nested = SOLVERS["rotor"](self.prepared.problem, None)
-        self.spend("search", started)
+        """The better of one extra forward pass at most and the least that was found, by the compiler's word."""
+        nested = search_of(self.prepared.problem).least_at_any_cost
+        if nested.schedule == once.schedule:
+            return self.decision(once)
         if self.compile is None:
             return self.decision(min(once, nested, key=lambda one: one.peak))
         measured = [(self.measure(solution), solution) for solution in (nested, once)]
@@ -348,10 +348,10 @@ class _Decider:
         unknown = [v for v in plan.choice.saved if not 0 <= v < len(problem.graph.sizes)]
         if unknown:
             raise PlanError(f"expected ids of this program's values among the saved ones, found {min(unknown)}")
-        if plan.edited:
-            return problem.solution(self.choice_of(plan))
-        liveness = simulate(problem.graph, plan.schedule)
-        return Solution(plan.choice, plan.schedule, liveness, plan.schedule.extra_seconds(problem.graph))
+        choice = self.choice_of(plan) if plan.edited else plan.choice
+        if choice.saved != plan.choice.saved:
+            return problem.solution(choice)
+        return dataclasses.replace(problem.scheduled(plan.schedule, plan.choice), choice=plan.choice)
 
     def choice_of(self, plan: Plan) -> Choice:
         program = self.prepared.captured.program

@@ -22,7 +22,8 @@ def front(case):
 
 def test_it_leads_from_the_least_memory_to_the_step_as_it_was_given(case, front) -> None:
     least = remat_opt.optimize(case.step).plan(*case.make_args())
-    assert front[0].peak_bytes == least.predicted.peak_bytes
+    assert front[0].peak_bytes <= least.predicted.peak_bytes  # at any cost; without a budget one forward pass at most
+    assert front.cheapest_within(least.predicted.peak_bytes).extra_seconds <= least.predicted.extra_seconds
     assert front[-1].plan.is_plain
     assert front[-1].extra_seconds == 0
     assert len(front) >= 4

@@ -40,17 +40,16 @@ def best_of_all_cuts(graph: Graph, layers: int) -> int:
     return min(solution.peak for solution in all_cuts(graph, layers))
 
 
-def test_on_training_chains_the_distance_to_the_best_cuts_is_small(record_property) -> None:
-    # Not exact: the recurrence takes a segment's transients from the plain step, where the segment before it is there.
+def test_on_training_chains_no_cuts_are_better() -> None:
     source = random.Random(0)
-    ratios = []
+    better = 0
     for _ in range(60):
         sizes = [source.randint(0, 20) for _ in range(source.randint(1, 6))]
         graph = training_chain(sizes, source.choice(STORED))
-        ratios.append(search(graph).peak / max(best_of_all_cuts(graph, len(sizes)), 1))
-    record_property("exact", sum(ratio <= 1 for ratio in ratios) / len(ratios))
-    assert sum(ratios) / len(ratios) <= 1.02, f"on average {sum(ratios) / len(ratios):.3f} of the best cuts' peak"
-    assert max(ratios) <= 1.3, f"at worst {max(ratios):.3f} of the best cuts' peak"
+        ours, cuts = SOLVERS["auto"](Problem(graph), 0).peak, best_of_all_cuts(graph, len(sizes))
+        assert ours <= cuts
+        better += ours < cuts
+    assert better > 5  # nested plans, and values chosen one by one
 
 
 @pytest.mark.parametrize("layers", [4, 9, 25, 64, 100])
@@ -108,6 +107,7 @@ def assert_no_worse_than_plain(graph: Graph) -> None:
         assert solution.extra_seconds == 0, "expected no recomputation where it saves nothing"
 
 
+@settings(max_examples=40)
 @given(training_graphs())
 def test_the_answer_is_never_worse_than_the_plain_step(graph: Graph) -> None:
     assert_no_worse_than_plain(graph)
@@ -119,12 +119,15 @@ def test_segments_that_save_nothing_are_not_taken(seed: int) -> None:
     assert_no_worse_than_plain(training_graph(source, source.randint(1, 8)))
 
 
+@settings(max_examples=40)
 @given(training_graphs())
-def test_the_answer_is_what_its_choice_derives(graph: Graph) -> None:
-    solution = search(graph)
-    again = Problem(graph).solution(solution.choice)
-    assert (solution.schedule, solution.peak) == (again.schedule, again.peak)
+def test_the_answer_is_what_its_schedule_says(graph: Graph) -> None:
+    solution, problem = search(graph), Problem(graph)
+    again = problem.scheduled(solution.schedule, solution.choice)
+    assert (again.peak, again.extra_seconds, again.choice) == (solution.peak, solution.extra_seconds, solution.choice)
     assert solution.extra_seconds == sum(graph.ops[op].seconds for op in solution.schedule.recomputed)
+    # The saved values alone, with the cuts, give a schedule too: what a plan that was edited by hand becomes.
+    assert problem.solution(solution.choice).schedule.recomputed or not solution.schedule.recomputed
 
 
 def test_no_peak_and_a_peak_at_the_start_are_answered() -> None:
@@ -159,7 +162,7 @@ def test_two_turning_points_are_both_found() -> None:
     assert search(two_humps(16)).peak <= 1.2 * alone
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(graph=training_graphs(), share=st.floats(0, 1.1))
 def test_a_budget_that_can_be_met_is_met_and_never_costs_more_time_than_less_memory(graph: Graph, share: float) -> None:
     plain, least = Problem(graph).plain, search(graph)
@@ -177,25 +180,28 @@ def test_on_training_chains_a_budget_takes_little_more_time_than_the_best_cuts_w
         source = random.Random(seed)
         layers = source.randint(4, 6)
         graph = training_chain([source.randint(1, 20) for _ in range(layers)])
-        every = all_cuts(graph, layers)
-        peaks = sorted({solution.peak for solution in every if solution.peak >= search(graph).peak})
+        every, problem = all_cuts(graph, layers), Problem(graph)
+        least = SOLVERS["auto"](problem, None).peak
+        peaks = sorted({solution.peak for solution in every if solution.peak >= least})
         for budget in peaks[:: max(1, len(peaks) // 4)]:
-            ours += search(graph, budget).extra_seconds
+            ours += SOLVERS["auto"](problem, budget).extra_seconds
             best += min(solution.extra_seconds for solution in every if solution.peak <= budget)
     assert ours <= 1.15 * best, f"{ours} seconds of recomputation where cuts alone take {best}"
 
 
-def test_a_budget_below_the_least_gives_the_least() -> None:
-    graph = training_chain([10] * 16)
-    assert search(graph, 1).peak == search(graph).peak
+def test_a_budget_below_the_least_gives_the_least_at_any_cost() -> None:
+    problem = Problem(training_chain([10] * 16))
+    one_pass, least = SOLVERS["auto"](problem, None), SOLVERS["auto"](problem, 1)
+    assert least.peak < one_pass.peak  # nested: with more than one extra forward pass
+    assert one_pass.extra_seconds <= 16 < least.extra_seconds
 
 
 def test_more_budget_takes_less_time_on_a_chain() -> None:
-    graph = training_chain([10] * 16)
-    budgets = [80, 100, 120, 150, 180]
-    seconds = [search(graph, budget).extra_seconds for budget in budgets]
+    problem = Problem(training_chain([10] * 16))
+    budgets = [40, 60, 80, 100, 120, 150, 180]
+    seconds = [SOLVERS["auto"](problem, budget).extra_seconds for budget in budgets]
     assert seconds == sorted(seconds, reverse=True)
-    assert seconds[0] > seconds[2] > seconds[-1] == 0
+    assert seconds[0] > seconds[2] > seconds[4] > seconds[-1] == 0
 
 
 ANSWERS = """

@@ -7,9 +7,10 @@ that read a forgotten value make it again first, and with it all that is still w
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
+
+import numpy as np
 
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.schedule import Run, Schedule, join_runs
@@ -65,88 +66,88 @@ def _tail_ops(graph: Graph) -> list[bool]:
     return tail
 
 
-def derive(graph: Graph, choice: Choice, order: Sequence[int]) -> Schedule:
+def derive(graph: Graph, choice: Choice, order: Sequence[int], segment: Sequence[int] | None = None) -> Schedule:
     """Build the schedule of a choice.
 
     Args:
         graph: the step.
         choice: saved values and turning points.
         order: every op once, in the order of first runs.
+        segment: for each op the segment with which it is made again; without it, the cuts divide `order`.
     """
-    return _Derivation(graph, choice, order).run()
+    return _Derivation(graph, choice, order, segment).run()
 
 
 class _Derivation:
-    def __init__(self, graph: Graph, choice: Choice, order: Sequence[int]):
+    def __init__(self, graph: Graph, choice: Choice, order: Sequence[int], segment: Sequence[int] | None):
         self.graph = graph
-        self.order = order
+        self.order = np.array(order, dtype=np.int64)
         self.points = sorted(set(choice.turning_points))
-        self.made_at = [-1] * len(graph.sizes)
-        for position, op in enumerate(order):
-            for value in graph.ops[op].outputs:
-                self.made_at[value] = position
-        self.kept = [value in choice.saved for value in range(len(graph.sizes))]
-        for value in (*graph.inputs, *graph.outputs):  # there in any case
-            self.kept[value] = True
-        for op in graph.ops:
-            if not op.repeatable:
-                for value in op.outputs:
-                    self.kept[value] = True
-        self.position_of = {op: position for position, op in enumerate(order)}
-        cuts = sorted({*choice.cuts, *choice.turning_points})
-        self.segment = [bisect.bisect_right(cuts, self.position_of[op]) for op in range(len(graph.ops))]
+        self.position_of = np.empty_like(self.order)
+        self.position_of[self.order] = np.arange(len(order))
+        self.made_at = np.full(len(graph.sizes), -1, dtype=np.int64)
+        self.made_at[graph.makes.of(self.order)] = np.repeat(np.arange(len(order)), graph.makes.counts[self.order])
+        self.kept = np.zeros(len(graph.sizes), dtype=bool)
+        self.kept[list(choice.saved)] = True
+        self.kept[graph.always_there] = True
+        if segment is None:
+            cuts = sorted({*choice.cuts, *choice.turning_points})
+            self.segment = np.searchsorted(np.array(cuts, dtype=np.int64), self.position_of, side="right")
+        else:
+            self.segment = np.array(segment, dtype=np.int64)
 
     def run(self) -> Schedule:
         runs: list[Run] = []
-        held: set[int] = set()  # unsaved values that were made again since the last turning point
         start = 0
-        members: dict[int, list[int]] = {}
-        for position in (*self.points, len(self.order)):
-            epoch = self.order[start:position]
-            wanted = self._wanted_reads(epoch, start)
-            pending: list[int] = []
-            for op in epoch:
-                missing = [value for value in self.graph.ops[op].inputs if self._forgotten(value, start, held)]
-                if missing:
-                    runs.append(Run(tuple(pending)))
-                    pending = []
-                    again, made = self._recompute(missing, members, wanted, start, held)
-                    runs.append(Run(again, recomputed=True))
-                    held |= made
-                pending.append(op)
-            runs.append(Run(tuple(pending)))
-            for op in epoch:
-                members.setdefault(self.segment[op], []).append(op)
-            held, start = set(), position
+        for stop in (*self.points, len(self.order)):
+            runs += self._epoch(start, stop)
+            start = stop
         return join_runs(runs)
 
-    def _wanted_reads(self, epoch: Sequence[int], start: int) -> set[int]:
-        """Unsaved values of earlier epochs that this one reads."""
-        return {v for op in epoch for v in self.graph.ops[op].inputs if not self.kept[v] and self.made_at[v] < start}
+    def _epoch(self, start: int, stop: int) -> list[Run]:
+        """The runs between two turning points."""
+        ops = self.order[start:stop]
+        reads, at = self.graph.reads.of(ops), np.repeat(np.arange(start, stop), self.graph.reads.counts[ops])
+        forgotten = ~self.kept[reads] & (self.made_at[reads] < start)
+        self.start, self.held = start, set[int]()
+        self.wanted = self._by_segment(reads[forgotten])
+        runs: list[Run] = []
+        done = start
+        for position, value in zip(at[forgotten].tolist(), reads[forgotten].tolist(), strict=True):
+            if value in self.held:
+                continue
+            missing = [v for v in self.graph.ops[self.order[position]].inputs if self._forgotten(v)]
+            again, made = self._recompute(missing)
+            runs += [Run(tuple(self.order[done:position].tolist())), Run(again, recomputed=True)]
+            self.held |= made
+            done = position
+        return [*runs, Run(tuple(self.order[done:stop].tolist()))]
 
-    def _forgotten(self, value: int, start: int, held: Collection[int]) -> bool:
-        return not self.kept[value] and self.made_at[value] < start and value not in held
+    def _by_segment(self, values: np.ndarray) -> dict[int, list[int]]:
+        """Values that an epoch reads and that were forgotten before it, by the segment that makes them."""
+        found: dict[int, list[int]] = {}
+        for value in dict.fromkeys(values.tolist()):
+            found.setdefault(int(self.segment[self.graph.producer[value]]), []).append(value)
+        return found
 
-    def _recompute(
-        self, missing: list[int], members: dict[int, list[int]], wanted: set[int], start: int, held: Collection[int]
-    ) -> tuple[tuple[int, ...], set[int]]:
+    def _forgotten(self, value: int) -> bool:
+        return not self.kept[value] and self.made_at[value] < self.start and value not in self.held
+
+    def _recompute(self, missing: list[int]) -> tuple[tuple[int, ...], set[int]]:
         """All ops that make the missing values again, and with them what else is wanted of their segments.
 
         What these ops read of other segments is made again with them and is not held: those segments' own turn comes.
         """
         producer = self.graph.producer
-        segments = {self.segment[producer[value]] for value in missing}
-        needed: set[int] = set(missing)
-        for segment in segments:
-            for op in members[segment]:
-                needed.update(v for v in self.graph.ops[op].outputs if v in wanted and v not in held)
+        segments = {int(self.segment[producer[value]]) for value in missing}
+        needed = {v for segment in segments for v in self.wanted.get(segment, ()) if v not in self.held}
+        needed.update(missing)
         ops: set[int] = set()
         stack = list(needed)
         while stack:
-            value = stack.pop()
-            op = producer[value]
+            op = producer[stack.pop()]
             if op in ops:
                 continue
             ops.add(op)
-            stack.extend(v for v in self.graph.ops[op].inputs if self._forgotten(v, start, held))
+            stack.extend(v for v in self.graph.ops[op].inputs if self._forgotten(v))
         return tuple(sorted(ops, key=self.position_of.__getitem__)), needed

@@ -127,6 +127,12 @@ class Graph:
         return np.array(self.sizes, dtype=np.int64)
 
     @functools.cached_property
+    def always_there(self) -> np.ndarray:
+        """Values that need no saving: arguments, results, and what may not be made twice."""
+        once = [value for op in self.ops if not op.repeatable for value in op.outputs]
+        return np.array([*self.inputs, *self.outputs, *once], dtype=np.int64)
+
+    @functools.cached_property
     def flops(self) -> float:
         """FLOPs of the step when every op runs once."""
         return sum(op.flops for op in self.ops)

@@ -1,6 +1,7 @@
 """The searches by name. Each takes a `Problem` and a budget and returns a `Solution`."""
 
 from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, milp, rotor
+from remat_opt.search.auto import search_of
 from remat_opt.search.problem import Problem, Solution, Solver
 
 SOLVERS: dict[str, Solver] = {
@@ -13,4 +14,4 @@ SOLVERS: dict[str, Solver] = {
     "rotor": rotor.solve,
 }
 
-__all__ = ["SOLVERS", "Problem", "Solution", "Solver"]
+__all__ = ["SOLVERS", "Problem", "Solution", "Solver", "search_of"]

@@ -1,100 +1,277 @@
-"""The search that a user gets.
+"""The search that a user gets: the best of several models, and then the schedule itself, value by value.
 
-Least memory: segments over cuts at the plain step's peak (`segments.py`); where the peak that remains lies elsewhere (a
-second forward and backward pass, as in a GAN step), segments there too, as long as the peak falls.
+*Families* (`families.py`). Each model orders its plans from least memory to least time: segments with options, with
+and without later residuals beside a segment; nested plans; strategies of lower sets (`lower_sets.py`). For a budget the
+plans of each family that just fit, by simulation, are taken; while the step is small the answers of `hong.py`,
+`feng_huang.py`, `chen.py` and `rotor.py`, too.
 
-Under a budget: segments with options (`options.py`), likewise peak by peak. Their figures are estimates: where the
-simulated peak misses the budget the programme is asked for less, where it leaves room, whole segments or their dear
-results are saved again. Where options find nothing, the same is done from the least memory.
+*Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
+segments there are added, as long as the peak falls.
 
-Gaps: one level of recomputation.
+*Moves.* `moves.fill` then uses what the budget leaves.
+
+The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, of which none is beaten in
+both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer is
+the least memory with at most one extra forward pass of time.
+
+Gaps: ops of first runs keep their order; between two levels nothing is searched.
 """
 
 from __future__ import annotations
 
-import dataclasses
+import functools
+from collections.abc import Iterable
 
 from remat_opt.graph.derive import Choice
-from remat_opt.graph.graph import Kind
-from remat_opt.search.cuts import Cuts, SegmentCosts
+from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
+from remat_opt.search.families import Families
+from remat_opt.search.forward import turning_point
+from remat_opt.search.moves import fill
+from remat_opt.search.polish import lower, shorten
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.segments import Option, choice_of, least_peak, least_seconds, table_of
 
+LEVELS = 20
+_VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `Families.least_choice`
 _MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
-_FEW_OPS = 300
-_MOST_SAVED_AGAIN = 24  # schedules simulated to use what a budget leaves
+_HALVINGS = 3  # of the last level
+_FEW_OPS = 400
+_VERY_FEW_OPS = 64
+_MOST_FILLED = 4  # schedules for one budget that are filled
 
 
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
-    if budget is None:
-        least = _least_memory(problem)
-        return least if least.peak < problem.plain.peak else problem.plain
-    if problem.plain.peak <= budget:
-        return problem.plain
-    found = _with_options(problem, budget)
-    if found is None:
-        found = _least_memory(problem)
-    return found if found.peak > budget else _save_again(problem, found, budget)
+    search = search_of(problem)
+    return search.least if budget is None else search.within(budget)
 
 
-def _with_options(problem: Problem, budget: int) -> Solution | None:
-    """The least extra time within the budget that segments with options reach; None where they do not reach it."""
-    limit = budget
-    for _ in range(_MOST_ATTEMPTS):
-        candidate = _lower_peaks_to(problem, limit)
-        if candidate.peak <= budget:
-            return candidate
-        limit = min(limit - 1, limit * budget // candidate.peak)
-    return None
+def search_of(problem: Problem) -> Search:
+    """The problem's search, made once."""
+    if "auto" not in problem.memo:
+        problem.memo["auto"] = Search(problem)
+    return problem.memo["auto"]
 
 
-def _lower_peaks_to(problem: Problem, limit: int) -> Solution:
-    best = problem.plain
-    tried: set[int] = set()
-    while best.peak > limit and len(tried) < _MOST_PASSES:
-        turn = _peak_in_order(best)
-        choice = None
-        if choice is None:
-            break
-        tried.add(turn)
-        best = problem.solution(_merge(best.choice, choice))
-    return best
+def pareto_front(solutions: Iterable[Solution]) -> tuple[Solution, ...]:
+    """Those that none of the others beats in both memory and time, from least memory to least time."""
+    front: list[Solution] = []
+    for solution in sorted(solutions, key=_memory_first):
+        if not front or solution.extra_seconds < front[-1].extra_seconds:
+            front.append(solution)
+    return tuple(front)
 
 
-def _least_memory(problem: Problem) -> Solution:
-    # The op at the peak counts as backward; where that is cheap, it is tried as forward too.
-    shifts = (0, 1) if len(problem.order) <= _FEW_OPS else (0,)
-    candidates = [_lower_peaks(problem, keep, shift) for keep in (True, False) for shift in shifts]
-    return min(candidates, key=lambda solution: (solution.peak, solution.extra_seconds))
+def _different(solutions: Iterable[Solution]) -> list[Solution]:
+    """The first of each peak and time."""
+    return list({_memory_first(solution): solution for solution in reversed(list(solutions))}.values())[::-1]
 
 
-def _lower_peaks(problem: Problem, keep: bool, shift: int) -> Solution:
-    """Segments at the plain step's peak, then at the peak that remains, and so on while it does not rise."""
-    best = problem.plain
-    tried: set[int] = set()
-    for _ in range(_MOST_PASSES):
-        turn = min(_peak_in_order(best) + shift, len(problem.order))
-        if turn in tried:
-            break
-        tried.add(turn)
-        choice = _choose(_costs(problem, turn), problem.order, keep)
-        candidate = problem.solution(_merge(best.choice, choice))
-        if candidate.peak > best.peak or not candidate.schedule.recomputed:
-            break
-        best = candidate  # where the peak stays, another one of the same height is next
-    return best
+def _memory_first(solution: Solution) -> tuple[float, float]:
+    return solution.peak, solution.extra_seconds
 
 
-def _costs(problem: Problem, turn: int) -> SegmentCosts:
-    costs = problem.memo.setdefault("segments", {})
-    if turn not in costs:
-        costs[turn] = SegmentCosts(Cuts(problem.graph, problem.order, turn), problem.plain.liveness)
-    return costs[turn]
+def _time_first(solution: Solution) -> tuple[float, float]:
+    return solution.extra_seconds, solution.peak
 
 
-def _peak_in_order(solution: Solution) -> int:
+class Search:
+    """All that was found for a problem; nothing in it depends on what was asked before."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+
+    # Least memory
+
+    @functools.cached_property
+    def least(self) -> Solution:
+        """The least peak with at most one extra forward pass, in time and in FLOPs."""
+        return min(filter(self.is_one_pass, self.low_end), key=_memory_first)
+
+    @functools.cached_property
+    def low_end(self) -> list[Solution]:
+        """From the least peak at any cost to one with at most one extra forward pass: levels, the last one halved."""
+        found = list(self.least_filled)
+        for level in range(LEVELS):
+            if self.is_one_pass(self.at_level(level)):
+                break
+        found += map(self.at_level, range(level + 1))
+        if level:
+            below, high = self.at_level(level - 1), self.budget_of(level)
+            low = self.budget_of(level - 1)
+            for _ in range(_HALVINGS):
+                middle = (low + high) // 2
+                found.append(self.at(middle, below))
+                low, high = (low, middle) if self.is_one_pass(found[-1]) else (middle, high)
+        return found
+
+    @functools.cached_property
+    def least_at_any_cost(self) -> Solution:
+        """The least peak."""
+        return min(self.least_filled, key=_memory_first)
+
+    def is_one_pass(self, solution: Solution) -> bool:
+        """Whether all repeats take at most one forward pass, in time and in FLOPs."""
+        seconds, flops = self.one_pass
+        return solution.extra_seconds <= seconds and solution.schedule.extra_flops(self.problem.graph) <= flops
+
+    @functools.cached_property
+    def one_pass(self) -> tuple[float, float]:
+        """Seconds and FLOPs of one forward pass: of all before the turning point, and of what segments repeat."""
+        graph, turn = self.problem.graph, turning_point(self.problem)
+        ops = {*self.problem.order[:turn], *min(self.one_level, key=_memory_first).schedule.recomputed}
+        return sum(graph.ops[op].seconds for op in ops), sum(graph.ops[op].flops for op in ops)
+
+    @functools.cached_property
+    def least_filled(self) -> list[Solution]:
+        """Schedules of little memory, with what of their repeats their own peaks leave room to save."""
+        lowest = _different(sorted(self.structures, key=_memory_first))[:_MOST_FILLED]
+        if self.is_tiny:
+            lowest += [self.lowered(solution) for solution in (lowest[0], self.problem.plain)]
+        return [*self.one_level, *(fill(self.problem, solution, solution.peak) for solution in lowest)]
+
+    def lowered(self, solution: Solution) -> Solution:
+        """Forget values as long as that lowers the peak."""
+        while (found := lower(self.problem, solution, solution.peak - 1)) is not None:
+            solution = found
+        return solution
+
+    @functools.cached_property
+    def structures(self) -> list[Solution]:
+        """Schedules of little memory: they say where segments begin, and budgets are filled from there."""
+        problem = self.problem
+        found = [*self.one_level, lower_sets.solve(problem, None), *self.families(self.turns[0]).least_nested()]
+        if self.is_small:
+            found += [solution for turn in self.turns[1:] for solution in self.families(turn).least_nested()]
+            found += [solver.solve(problem, None) for solver in (hong, rotor, feng_huang, chen)]
+        return found
+
+    @functools.cached_property
+    def one_level(self) -> list[Solution]:
+        """One level of segments: at the plain step's peak, then at the peak that remains, and so on while it falls."""
+        found = [self.problem.plain]
+        # The op at the peak counts as backward; where that is cheap, it is tried as forward too.
+        for shift in (0, 1) if self.is_small else (0,):
+            for beside, keep in _VARIANTS:
+                found += self.lower_peaks(shift, beside, keep)
+        if self.turns[0] != peak_in_order(self.problem.plain):
+            found += (self.problem.solution(self.families(self.turns[0]).least_choice(*which)) for which in _VARIANTS)
+        return found
+
+    def lower_peaks(self, shift: int, beside: bool, keep: bool) -> list[Solution]:
+        found = [self.problem.plain]
+        tried: set[int] = set()
+        for _ in range(_MOST_PASSES):
+            turn = min(peak_in_order(found[-1]) + shift, len(self.problem.order))
+            if turn in tried:
+                break
+            tried.add(turn)
+            choice = _merge(found[-1].choice, self.families(turn).least_choice(beside, keep))
+            candidate = self.problem.solution(choice)
+            if candidate.peak > found[-1].peak or not candidate.schedule.recomputed:
+                break
+            found.append(candidate)  # where the peak stays, another one of the same height is next
+        return found[1:]
+
+    # Budgets
+
+    def within(self, budget: int) -> Solution:
+        """The least extra time within a budget, or the least peak where nothing fits."""
+        if self.problem.plain.peak <= budget:
+            return self.problem.plain
+        fitting = [solution for solution in self.frontier if solution.peak <= budget]
+        return fitting[-1] if fitting else self.frontier[0]
+
+    @functools.cached_property
+    def frontier(self) -> tuple[Solution, ...]:
+        """From the least memory to the plain step."""
+        return pareto_front([self.problem.plain, *self.low_end, *map(self.at_level, range(LEVELS))])
+
+    def budget_of(self, level: int) -> int:
+        """Bytes: `LEVELS` even steps from the least peak to the plain one."""
+        least, plain = self.least_at_any_cost.peak, self.problem.plain.peak
+        return least + (plain - least) * level // LEVELS
+
+    @functools.cache  # noqa: B019
+    def at_level(self, level: int) -> Solution:
+        """The best for a level's budget; it takes no longer than the level below."""
+        below = self.at_level(level - 1) if level else self.least_at_any_cost
+        same = level and self.budget_of(level) == self.budget_of(level - 1)
+        return below if same else self.at(self.budget_of(level), below)
+
+    def at(self, budget: int, below: Solution) -> Solution:
+        """The best for one budget, given a schedule that fits."""
+        problem = self.problem
+        structures = sorted(self.structures, key=_memory_first)
+        starts = [below, *_different(structures)[:_MOST_FILLED]]
+        planned = [solution for turn in self.turns for solution in self.families(turn).with_options(budget)]
+        if not planned:
+            planned = self.several_peaks(budget)
+        if self.is_small or not planned:
+            planned += [solution for turn in self.turns for solution in self.families(turn).nested(budget)]
+        starts += _different(sorted((s for s in planned if s.peak <= budget), key=_time_first))[:_MOST_FILLED]
+        if self.is_tiny:
+            found = lower(problem, problem.plain, budget)
+            starts += [] if found is None else [found]
+        filled = [fill(problem, solution, budget) for solution in starts if solution.peak <= budget]
+        filled = _different(sorted(filled, key=_time_first))
+        if self.is_tiny:
+            return min((shorten(problem, solution, budget) for solution in filled[:2]), key=_time_first)
+        return filled[0]
+
+    def several_peaks(self, budget: int) -> list[Solution]:
+        """Segments with options at one peak after another; with less memory where the schedule misses the budget."""
+        limit = budget
+        for _ in range(_MOST_ATTEMPTS):
+            candidate = self.lower_peaks_to(limit)
+            if candidate.peak <= budget:
+                return [candidate]
+            limit = min(limit - 1, limit * budget // candidate.peak)
+        return []
+
+    def lower_peaks_to(self, limit: int) -> Solution:
+        best = self.problem.plain
+        tried: set[int] = set()
+        while best.peak > limit and len(tried) < _MOST_PASSES:
+            turn = peak_in_order(best)
+            choice = None if turn in tried else self.families(turn).choice_within(limit)
+            if choice is None:
+                break
+            tried.add(turn)
+            best = self.problem.solution(_merge(best.choice, choice))
+        return best
+
+    # Turning points
+
+    @property
+    def is_small(self) -> bool:
+        """Whether everything can be tried."""
+        return len(self.problem.order) <= _FEW_OPS
+
+    @property
+    def is_tiny(self) -> bool:
+        """Whether values can be tried one by one."""
+        return len(self.problem.order) <= _VERY_FEW_OPS
+
+    @functools.cached_property
+    def turns(self) -> tuple[int, ...]:
+        """Turning points to try, the better first: at the plain step's peak, and where most bytes lie idle."""
+        turns = dict.fromkeys((peak_in_order(self.problem.plain), turning_point(self.problem)))
+
+        def least(turn: int) -> tuple[float, float]:
+            choices = (self.families(turn).least_choice(*which) for which in _VARIANTS)
+            return min(_memory_first(self.problem.solution(choice)) for choice in choices)
+
+        turns = sorted(turns, key=least)
+        return tuple(turns if self.is_small else turns[:1])
+
+    @functools.cache  # noqa: B019
+    def families(self, turn: int) -> Families:
+        """The models before a turning point."""
+        return Families(self.problem, turn)
+
+
+def peak_in_order(solution: Solution) -> int:
     """How many ops had run for the first time when the peak was reached."""
     position = passed = 0
     for run in solution.schedule.runs:
@@ -112,36 +289,3 @@ def _merge(first: Choice, second: Choice) -> Choice:
         tuple(sorted({*first.turning_points, *second.turning_points})),
         tuple(sorted({*first.cuts, *second.cuts})),
     )
-
-
-def _save_again(problem: Problem, found: Solution, budget: int) -> Solution:
-    """Use what the budget leaves: those first that give most time for each byte."""
-    best = found
-    for values in _candidates(problem, found)[:_MOST_SAVED_AGAIN]:
-        choice = dataclasses.replace(best.choice, saved=best.choice.saved | values)
-        candidate = problem.solution(choice)
-        if candidate.peak <= budget and candidate.extra_seconds < best.extra_seconds:
-            best = candidate
-    return best
-
-
-def _candidates(problem: Problem, found: Solution) -> list[frozenset[int]]:
-    """Sets of values that can be saved again: of each recomputed run its dear results, or all that it stores."""
-    graph = problem.graph
-    stored = {b.value for b in problem.plain.liveness.buffers}
-    rated: list[tuple[float, frozenset[int]]] = []
-    for run in found.schedule.runs:
-        if not run.recomputed:
-            continue
-        for only_dear in (True, False):
-            ops = [op for op in run.ops if not only_dear or graph.ops[op].kind in (Kind.CONTRACTION, Kind.OPAQUE)]
-            values = frozenset(v for op in ops for v in graph.ops[op].outputs if v in stored) - found.choice.saved
-            size = sum(graph.sizes[value] for value in values)
-            if size:
-                rated.append((sum(graph.ops[op].seconds for op in ops) / size, values))
-    return [values for _, values in sorted(rated, key=lambda pair: (-pair[0], sorted(pair[1])))]
-
-
-def _choose(costs, order, keep):
-    table = table_of(costs, order, (Option.KEEP, Option.RECOMPUTE) if keep else (Option.RECOMPUTE,))
-    return choice_of(costs, order, least_peak(table))

@@ -20,9 +20,8 @@ from collections.abc import Collection, Sequence
 
 import numpy as np
 
-from remat_opt.graph.derive import Choice, _Derivation
+from remat_opt.graph.derive import Choice, derive
 from remat_opt.graph.graph import Kind
-from remat_opt.graph.liveness import simulate
 from remat_opt.search.problem import Problem, Solution
 
 SMALL_SHARE = 1 / 512
@@ -74,25 +73,18 @@ class Forward:
 
         Args:
             saved: vertices that are kept.
-            block: for each vertex its block. `Choice` knows segments of neighbouring ops only, so that the solution's
-                schedule cannot be derived from its choice again where blocks interleave.
+            block: for each vertex its block. `Choice` knows segments of neighbouring ops only: derived from the solution's
+                choice, a schedule is another one where blocks interleave.
         """
         graph, order = self.problem.graph, self.problem.order
         choice = Choice(self.saved(saved), (self.turn,))
-        derivation = _Derivation(graph, choice, order)
         blocks = dict(zip(self.ops, block, strict=True))
         following = max(block, default=0)
+        segment = [following + 1] * len(graph.ops)
         for op in reversed(order[: self.turn]):  # what is no vertex goes with the vertex behind it
             following = blocks.get(op, following)
-            derivation.segment[op] = following
-        for op in order[self.turn :]:
-            derivation.segment[op] = max(block, default=0) + 1
-        schedule = derivation.run()
-        behind = (*order[self.turn :], *schedule.recomputed)
-        choice = dataclasses.replace(
-            choice, saved=choice.saved & {value for op in behind for value in graph.ops[op].inputs}
-        )
-        return Solution(choice, schedule, simulate(graph, schedule), schedule.extra_seconds(graph))
+            segment[op] = following
+        return self.problem.scheduled(derive(graph, choice, order, segment), choice)
 
     def solution_of_cuts(self, saved: Collection[int], positions: Collection[int]) -> Solution:
         """Cut the order of first runs at positions; what was made before the last and is not saved is forgotten there.

@@ -13,8 +13,8 @@ plain step at that moment (the paper takes twice the block's bytes and those of 
 
 - Least peak: best(L) = min over L' of max(backward(L'∖L), boundary + best(L')), exact over the family of sets.
 - Least time under a limit: the paper's table least kept bytes by (set, seconds so far), without the steps that pass the
-  limit. Seconds are in units of their common divisor where that takes at most `MOST_LEVELS` units (then it is exact),
-  else rounded to the nearest of `LEVELS` units.
+  limit. Seconds are in units of their common divisor where that takes at most `MOST_LEVELS` units, fewer where there
+  are many sets (then it is exact), else rounded to the nearest of `LEVELS` units.
 
 The family is every lower set while there are at most `MOST_SETS` (exact), else the ancestor closures of vertices and
 the cuts of the order of first runs, of which those with small boundaries are taken, spread over the bytes. The formula
@@ -38,6 +38,7 @@ from remat_opt.search.problem import Problem, Solution
 
 MOST_SETS = 1200
 MOST_LEVELS = 1024
+MOST_STEPS = 40_000_000  # pairs of sets × levels
 LEVELS = 160
 _SETS_OF_LARGE_GRAPHS = 360
 _PROBES = 10
@@ -212,7 +213,7 @@ class Blocks:
         seconds, kept = np.array(task.seconds, dtype=float), np.array(task.kept, dtype=float)
         self.nested = (members @ outside.T == 0) & ~np.eye(len(sets), dtype=bool)
         self.boundary = outside @ (boundary * kept).T
-        self.unit, self.levels = _time_unit(task.seconds)
+        self.unit, self.levels = _time_unit(task.seconds, min(MOST_LEVELS, MOST_STEPS // len(sets) ** 2))
         again = (members @ seconds)[None, :] - (members @ seconds)[:, None] - outside @ (boundary * seconds).T
         self.steps = np.rint(np.where(self.nested, again, 0) / self.unit).astype(np.int64)
         self.steps[:, -1] = 0  # the last block is not made again
@@ -271,15 +272,15 @@ class Blocks:
         return tuple(reversed(strategy))
 
 
-def _time_unit(seconds: Sequence[float]) -> tuple[float, int]:
-    """The unit of time in seconds, and how many of them all vertices take together."""
+def _time_unit(seconds: Sequence[float], most: int) -> tuple[float, int]:
+    """The unit of time in seconds, and how many of them all vertices take together: exact if that is at most `most`."""
     exact = [fractions.Fraction(one) for one in seconds if one > 0]
     if not exact:
         return 1.0, 0
     scale = math.lcm(*(one.denominator for one in exact))
     divisor = math.gcd(*(int(one * scale) for one in exact))
     levels = sum(exact) * scale / divisor
-    if levels <= MOST_LEVELS:
+    if levels <= most:
         return float(fractions.Fraction(divisor, scale)), int(levels)
     return float(sum(exact)) / LEVELS, LEVELS + LEVELS // 4  # roundings add up
 

@@ -31,8 +31,6 @@ from typing import Any
 import numpy as np
 
 from remat_opt.graph.derive import Choice
-from remat_opt.graph.graph import Graph
-from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, join_runs
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.programme import Programme, matrix
@@ -184,21 +182,4 @@ def solution_of_stages(problem: Problem, again: list[tuple[int, ...]]) -> Soluti
             read.update(op.inputs)
         runs.append(Run((order[stage],)))
         runs.append(Run(tuple(reversed(repeats)), recomputed=True))
-    schedule = join_runs(reversed(runs))
-    choice = Choice(_kept(graph, schedule))
-    return Solution(choice, schedule, simulate(graph, schedule), schedule.extra_seconds(graph))
-
-
-def _kept(graph: Graph, schedule: Schedule) -> frozenset[int]:
-    """Values that are made once and read behind a recomputed run."""
-    again = {value for op in schedule.recomputed for value in graph.ops[op].outputs}
-    made: set[int] = set()
-    before: set[int] = set()  # made before the last recomputed run
-    kept: set[int] = set()
-    for run in schedule.runs:
-        if run.recomputed:
-            before |= made
-        for op in run.ops:
-            kept.update(before.intersection(graph.ops[op].inputs))
-            made.update(graph.ops[op].outputs)
-    return frozenset(kept - again - set(graph.inputs))
+    return problem.scheduled(join_runs(reversed(runs)), Choice())

@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 
 from remat_opt.graph.derive import Choice
-from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, join_runs
 from remat_opt.search.problem import Solution
 from remat_opt.search.stages import Stages
@@ -47,9 +46,7 @@ def nested_solution(stages: Stages, plan: NestedPlan) -> Solution:
     """
     builder = _Nesting(stages, plan)
     schedule = join_runs(builder.run())
-    problem = stages.problem
-    liveness = simulate(problem.graph, schedule)
-    return Solution(builder.choice, schedule, liveness, schedule.extra_seconds(problem.graph))
+    return stages.problem.scheduled(schedule, builder.choice)
 
 
 class _Nesting:
@@ -58,22 +55,13 @@ class _Nesting:
         self.graph, self.order = stages.problem.graph, stages.problem.order
         self.starts = stages.cuts.positions
         self.end = self.starts[-1]  # of all that may be forgotten
-        self.made_at = [-1] * len(self.graph.sizes)
-        self.last_read = [-1] * len(self.graph.sizes)
-        for position, op in enumerate(self.order):
-            for value in self.graph.ops[op].outputs:
-                self.made_at[value] = position
-            for value in self.graph.ops[op].inputs:
-                self.last_read[value] = position
+        self.made_at, self.last_read = stages.made_at, stages.last_read
         last = len(stages) - 1
         first = Held((*plan.first.inputs, last), plan.first.stages)
         saved = {value for stage in first.inputs for value in stages.cuts.crossing(stage)}
         saved.update(value for stage in first.stages if stage < last for value in stages.values(stage))
         self.choice = Choice(frozenset(saved), (self.end,) if self.end else (), tuple(self.starts[1:]))
-        self.held = saved.union(self.graph.inputs, self.graph.outputs)
-        for op in self.graph.ops:
-            if not op.repeatable:
-                self.held.update(op.outputs)
+        self.held = saved.union(self.graph.always_there.tolist())
 
     def run(self) -> list[Run]:
         runs: list[Run] = []

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.graph import Graph
@@ -34,25 +36,104 @@ class Problem:
     def plain(self) -> Solution:
         """Everything saved, in `order`."""
         schedule = Schedule((Run(self.order),)) if self.order else Schedule(())
-        return Solution(Choice(), schedule, simulate(self.graph, schedule), 0.0)
+        return Solution(self.graph, Choice(), schedule, simulate(self.graph, schedule), 0.0)
 
     def solution(self, choice: Choice) -> Solution:
         """Derive and simulate the schedule of a choice."""
-        schedule = derive(self.graph, choice, self.order)
-        held = choice.saved & self._read_after(min(choice.turning_points, default=len(self.order)), schedule)
-        choice = dataclasses.replace(choice, saved=held)  # what nobody reads again was not saved for anything
-        return Solution(choice, schedule, simulate(self.graph, schedule), schedule.extra_seconds(self.graph))
+        return self.scheduled(derive(self.graph, choice, self.order), choice)
 
-    def _read_after(self, turn: int, schedule: Schedule) -> frozenset[int]:
-        """Values that are read behind a turning point, or to recompute something."""
-        behind = (*self.order[turn:], *schedule.recomputed)
-        return frozenset(value for op in behind for value in self.graph.ops[op].inputs)
+    def scheduled(self, schedule: Schedule, choice: Choice) -> Solution:
+        """Simulate a schedule.
+
+        Args:
+            schedule: any schedule of the graph with first runs in `order`.
+            choice: what it came from. The solution's has the same turning points and cuts (without any: where the first
+                repeat stands) and as saved what the schedule really holds over a turning point.
+        """
+        liveness = simulate(self.graph, schedule)
+        turns = choice.turning_points or _first_repeat(schedule)
+        held = _held_over(self.graph, schedule, liveness, turns)
+        choice = Choice(held, turns, choice.cuts)
+        return Solution(self.graph, choice, schedule, liveness, schedule.extra_seconds(self.graph))
+
+
+def _first_repeat(schedule: Schedule) -> tuple[int, ...]:
+    """How many ops have run for the first time when the first one runs again."""
+    first = 0
+    for run in schedule.runs:
+        if run.recomputed:
+            return (first,)
+        first += len(run.ops)
+    return ()
+
+
+def _held_over(graph: Graph, schedule: Schedule, liveness: Liveness, turns: Sequence[int]) -> frozenset[int]:
+    """Values that are held from where they are first made over a turning point; arguments and results are not named."""
+    lives = liveness.lives
+    lengths = [(len(run.ops), run.recomputed) for run in schedule.runs]
+    positions: list[int] = []  # of each first run of an op
+    at = 0
+    for length, recomputed in lengths:
+        at += recomputed
+        positions += [] if recomputed else range(at, at + length)
+        at += length
+    _, first = np.unique(lives.value, return_index=True)
+    first = first[first >= len(graph.inputs)]
+    held = np.zeros(len(first), dtype=bool)
+    for turn in turns:
+        position = positions[turn - 1] + 1 if turn else 0
+        held |= (lives.birth[first] < position) & (lives.death[first] >= position)
+    return frozenset(lives.value[first[held]].tolist()) - set(graph.outputs)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Occurrences:
+    """The ops of a schedule one by one, with the buffers that each makes.
+
+    Attributes:
+        op: the op of each occurrence.
+        recomputed: whether it is a repeat.
+        position: its position in the schedule's liveness.
+        run: the index of its run.
+        buffer_start: the first buffer that it makes; the others follow.
+        previous: for each buffer the one before it of the same value, or −1.
+    """
+
+    op: np.ndarray
+    recomputed: np.ndarray
+    position: np.ndarray
+    run: np.ndarray
+    buffer_start: np.ndarray
+    previous: np.ndarray
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule, liveness: Liveness) -> Occurrences:
+        """Number the ops of a schedule that was simulated."""
+        lengths = np.array([len(run.ops) for run in schedule.runs], dtype=np.int64)
+        again = np.array([run.recomputed for run in schedule.runs], dtype=bool)
+        op = np.array(schedule.order, dtype=np.int64)
+        run = np.repeat(np.arange(len(lengths)), lengths)
+        made = graph.makes.counts[op]
+        value = liveness.lives.value
+        by_value = np.argsort(value, kind="stable")
+        previous = np.full(len(value), -1, dtype=np.int64)
+        same = value[by_value][1:] == value[by_value][:-1]
+        previous[by_value[1:][same]] = by_value[:-1][same]
+        return cls(
+            op,
+            again[run],
+            np.arange(len(op)) + np.cumsum(again)[run],
+            run,
+            len(graph.inputs) + np.cumsum(made) - made,
+            previous,
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Solution:
     """A schedule with what the liveness model says of it (bytes) and its estimated extra time (seconds)."""
 
+    graph: Graph
     choice: Choice
     schedule: Schedule
     liveness: Liveness
@@ -62,6 +143,11 @@ class Solution:
     def peak(self) -> int:
         """Peak of temporary memory in bytes."""
         return self.liveness.peak
+
+    @functools.cached_property
+    def occurrences(self) -> Occurrences:
+        """The schedule's ops one by one."""
+        return Occurrences.of(self.graph, self.schedule, self.liveness)
 
 
 Solver = Callable[[Problem, "int | None"], Solution]

@@ -216,18 +216,19 @@ def solve(problem: Problem, budget: int | None) -> Solution:
         return problem.plain
 
     def simulated(model: _Model, capacity: int, limit: int | None) -> Solution:
-        plans = nested_plans(model, capacity)
+        plans = [plan for _, plan in nested_plans(model, capacity)]
         solutions = sweep(lambda index: nested_solution(stages, plans[index]), len(plans), limit)
         return best_of(problem, solutions, limit)
 
     return solve_by_models(problem, budget, models_of_graph(stages), simulated)
 
 
-def nested_plans(model: _Model, capacity: int) -> list[NestedPlan]:
-    """The programme's plans for every number of slots in `capacity` bytes, those of least memory first."""
+def nested_plans(model: _Model, capacity: int) -> list[tuple[int, NestedPlan]]:
+    """The programme's plans for every number of slots in `capacity` bytes, those of least memory first, each with the
+    bytes that it needs by the model's word."""
     slot = max(1, -(-capacity // SLOTS))
     programme = _Programme(model.in_slots(slot), -(-capacity // slot))
-    return [_plan(programme.sequence(memory)) for memory in programme.memories()]
+    return [(memory * slot, _plan(programme.sequence(memory))) for memory in programme.memories()]
 
 
 def _plan(sequence: Sequence[Step]) -> NestedPlan:

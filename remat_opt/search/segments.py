@@ -109,6 +109,11 @@ def least_peak(table: Table) -> Plan:
 
 def least_seconds(table: Table, capacity: int) -> list[Plan]:
     """The plans of least seconds for every size of memory up to `capacity` bytes, those of least memory first."""
+    return [plan for _, plan in least_seconds_by_memory(table, capacity)]
+
+
+def least_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan]]:
+    """The same, each with the bytes that it needs by the table's word."""
     count = len(table.last)
     slot = max(1, -(-capacity // SLOTS))
     rooms = np.arange(-(-capacity // slot) + 1)
@@ -126,7 +131,7 @@ def least_seconds(table: Table, capacity: int) -> list[Plan]:
         decision[i] = together.argmin(axis=0)
         seconds[i] = together.min(axis=0)
     better = np.flatnonzero(seconds[0] < np.concatenate([[np.inf], seconds[0, :-1]]))
-    return [_read(table, stays, decision, int(room)) for room in better]
+    return [(int(room) * slot, _read(table, stays, decision, int(room))) for room in better]
 
 
 def _read(table: Table, stays: np.ndarray, decision: np.ndarray, room: int) -> Plan:

@@ -10,6 +10,7 @@ Gaps: one turning point; the stages are contiguous in the program's order.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -43,6 +44,24 @@ class Stages:
     def values(self, stage: int) -> list[int]:
         """What the ops of a stage make, in order."""
         return [v for op in self.ops(stage) for v in self.problem.graph.ops[op].outputs]
+
+    @functools.cached_property
+    def made_at(self) -> list[int]:
+        """For each value the position of the order at which it is made; −1 for arguments."""
+        made_at = [-1] * len(self.problem.graph.sizes)
+        for position, op in enumerate(self.problem.order):
+            for value in self.problem.graph.ops[op].outputs:
+                made_at[value] = position
+        return made_at
+
+    @functools.cached_property
+    def last_read(self) -> list[int]:
+        """For each value the position of the order at which it is read last; −1 for those that nobody reads."""
+        last_read = [-1] * len(self.problem.graph.sizes)
+        for position, op in enumerate(self.problem.order):
+            for value in self.problem.graph.ops[op].inputs:
+                last_read[value] = position
+        return last_read
 
     def ops(self, stage: int) -> tuple[int, ...]:
         """The ops of a stage, in order."""

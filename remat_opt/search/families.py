@@ -1,0 +1,154 @@
+"""Families of plans: what one model of a step offers, from least memory to least time.
+
+A model's peak and the simulated one differ, so that of each family those plans are simulated whose peaks come near a
+budget.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from remat_opt.graph.derive import Choice
+from remat_opt.search.cuts import Cuts, SegmentCosts
+from remat_opt.search.nested import nested_solution
+from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.rotor import models_of_graph, nested_plans
+from remat_opt.search.segments import Option, choice_of, least_peak, least_seconds_by_memory, table_of
+from remat_opt.search.stages import stages_before, sweep
+
+_MOST_CUTS = 160  # of segments with options
+_MOST_STAGES = 48  # of nested plans
+_MOST_NEAR_LEAST = 8
+
+
+@dataclasses.dataclass(eq=False)
+class Family:
+    """Plans of one model for one size of memory.
+
+    Attributes:
+        needs: bytes that each plan needs by the model's word, rising.
+        evaluate: the simulated schedule of a plan, by its index.
+    """
+
+    needs: np.ndarray
+    evaluate: Callable[[int], Solution]
+    _known: dict[int, Solution] = dataclasses.field(default_factory=dict)
+
+    def solution(self, index: int) -> Solution:
+        """A plan's schedule, simulated once."""
+        if index not in self._known:
+            self._known[index] = self.evaluate(index)
+        return self._known[index]
+
+    def near(self, budget: int) -> list[Solution]:
+        """Plans that fit, the last of them with a peak just below the budget.
+
+        From the plan that fits by the model's word in growing steps to where plans cease to fit, or begin to.
+        """
+        count = len(self.needs)
+        low, high = -1, count  # fits, as far as is known; does not fit
+        at, step = max(int(np.searchsorted(self.needs, budget, side="right")) - 1, 0), 1
+        while high - low > 1:
+            if self.solution(at).peak <= budget:
+                low = at
+            else:
+                high = at
+            if low < 0 or high == count:
+                at = min(max(at + (step if high == count else -step), 0), count - 1)
+                step *= 2
+                if at in (low, high):
+                    break
+            else:
+                at = (low + high) // 2
+        return [solution for solution in self._known.values() if solution.peak <= budget]
+
+    def near_least(self) -> list[Solution]:
+        """Plans near the least peak."""
+        return sweep(self.solution, min(len(self.needs), _MOST_NEAR_LEAST), None)
+
+
+class Families:
+    """The families before one turning point. Nothing in them depends on what was asked before.
+
+    Args:
+        problem: the step.
+        turn: the turning point, a position in the order of first runs.
+    """
+
+    def __init__(self, problem: Problem, turn: int):
+        self.problem = problem
+        self.turn = turn
+
+    def with_options(self, budget: int) -> list[Solution]:
+        """Segments with options that fit a budget."""
+        return self._with_options(self._capacity(budget)).near(budget)
+
+    def nested(self, budget: int) -> list[Solution]:
+        """Nested plans that fit a budget."""
+        return [solution for family in self._nested(self._capacity(budget)) for solution in family.near(budget)]
+
+    def least_nested(self) -> list[Solution]:
+        """Nested plans near the least peak."""
+        coarse = [s for family in self._nested(self._capacity(None)) for s in family.near_least()]
+        least = min(solution.peak for solution in (*coarse, self.problem.plain))
+        return [*coarse, *(s for family in self._nested(self._capacity(least)) for s in family.near_least())]
+
+    @functools.cache  # noqa: B019
+    def least_choice(self, beside: bool, keep: bool) -> Choice:
+        """The choice of least memory by the recurrence of `segments.least_peak`.
+
+        Args:
+            beside: whether later residuals count beside a segment.
+            keep: whether segments may be kept.
+        """
+        costs, order = self._all_cuts(beside), self.problem.order
+        options = (Option.KEEP, Option.RECOMPUTE) if keep else (Option.RECOMPUTE,)
+        return choice_of(costs, order, least_peak(table_of(costs, order, options)))
+
+    @functools.cache  # noqa: B019
+    def _all_cuts(self, beside: bool) -> SegmentCosts:
+        cuts = Cuts(self.problem.graph, self.problem.order, self.turn)
+        return SegmentCosts(cuts, self.problem.plain.liveness, beside=beside)
+
+    def choice_within(self, budget: int) -> Choice | None:
+        """The choice of least time that segments with options take for a budget, by their own figures."""
+        fitting = [plan for needs, plan in self._options(self._capacity(budget)) if needs <= budget]
+        return choice_of(self._costs, self.problem.order, fitting[-1]) if fitting else None
+
+    def _capacity(self, budget: int | None) -> int:
+        """A size of memory above a budget, of few: programmes are solved for sizes, plans picked for budgets."""
+        capacity = max(self.problem.plain.peak, 1)
+        while budget is not None and capacity // 2 >= budget * 5 // 4 and capacity > 1:
+            capacity //= 2
+        return capacity
+
+    @functools.cached_property
+    def _costs(self) -> SegmentCosts:
+        cuts = Cuts(self.problem.graph, self.problem.order, self.turn, _MOST_CUTS)
+        return SegmentCosts(cuts, self.problem.plain.liveness)
+
+    @functools.cache  # noqa: B019
+    def _options(self, capacity: int) -> list[tuple[int, Any]]:
+        return least_seconds_by_memory(table_of(self._costs, self.problem.order), capacity)
+
+    @functools.cache  # noqa: B019
+    def _with_options(self, capacity: int) -> Family:
+        def solution(plan: Any) -> Solution:
+            return self.problem.solution(choice_of(self._costs, self.problem.order, plan))
+
+        return _family(self._options(capacity), solution)
+
+    @functools.cache  # noqa: B019
+    def _nested(self, capacity: int) -> tuple[Family, ...]:
+        stages = stages_before(self.problem, self.turn, _MOST_STAGES)
+        models = models_of_graph(stages)[:2]
+        return tuple(_family(nested_plans(m, capacity), lambda plan: nested_solution(stages, plan)) for m in models)
+
+
+def _family(plans: list[tuple[int, Any]], solution: Callable[[Any], Solution]) -> Family:
+    return Family(np.array([needs for needs, _ in plans]), lambda index: solution(plans[index][1]))

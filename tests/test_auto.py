@@ -1,0 +1,151 @@
+"""`auto` against every other solver, against the exact one, and its laws."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import training_graph, training_graphs
+from step_graphs import NETWORKS, PLAIN_STEPS, graph_of
+
+from remat_opt.graph.graph import Graph
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
+from remat_opt.search import SOLVERS, Problem, Solution, milp, search_of
+
+OTHERS = [name for name in SOLVERS if name not in ("auto", "milp")]
+
+
+def auto(problem: Problem, budget: int | None) -> Solution:
+    return SOLVERS["auto"](problem, budget)
+
+
+def nine_budgets(problem: Problem) -> list[int]:
+    """Between the least peak and the plain one."""
+    least, plain = search_of(problem).least_at_any_cost.peak, problem.plain.peak
+    return sorted({least + (plain - least) * tenth // 10 for tenth in range(1, 10)})
+
+
+def assert_never_worse(graph: Graph) -> int:
+    """Compare with every other solver; how often `auto` takes less time."""
+    problem, shorter = Problem(graph), 0
+    least = search_of(problem).least_at_any_cost.peak
+    answers = {budget: auto(problem, budget) for budget in nine_budgets(problem)}
+    for name in OTHERS:
+        assert SOLVERS[name](problem, None).peak >= least, name
+        for budget, ours in answers.items():
+            theirs = SOLVERS[name](problem, budget)
+            assert ours.peak <= budget
+            if theirs.peak <= budget:
+                assert ours.extra_seconds <= theirs.extra_seconds * (1 + 1e-9), (name, budget)
+                shorter += ours.extra_seconds < theirs.extra_seconds
+    return shorter
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_auto_is_never_worse_than_another_solver_on_random_graphs(seed: int) -> None:
+    source = random.Random(seed)
+    graph = training_graph(source, source.randint(3, 16))
+    while len(graph.ops) > 40:
+        graph = training_graph(source, source.randint(3, 16))
+    assert_never_worse(graph)
+
+
+@pytest.mark.parametrize("name", PLAIN_STEPS)
+def test_auto_is_never_worse_than_another_solver_on_the_training_steps(name: str) -> None:
+    graph = graph_of(name)
+    assert assert_never_worse(graph) > 0 or len(graph.ops) < 100
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_auto_is_never_worse_than_another_solver_on_networks(name: str) -> None:
+    assert assert_never_worse(graph_of(name)) > 9
+
+
+def graphs_of_12_to_16_ops(first: int, count: int) -> list[Graph]:
+    """Forward and backward, with something to gain."""
+    found: list[Graph] = []
+    seed = first
+    while len(found) < count:
+        source = random.Random(seed)
+        graph = training_graph(source, source.randint(3, 8))
+        seed += 1
+        if 12 <= len(graph.ops) <= 16 and milp.solve(Problem(graph), None).schedule.recomputed:
+            found.append(graph)
+    return found
+
+
+@pytest.mark.parametrize("first", [0, 1000, 2000, 3000])
+def test_auto_finds_a_schedule_where_there_is_one_and_takes_little_more_time_than_the_optimum(
+    first: int, record_property
+) -> None:
+    ratios = []
+    for graph in graphs_of_12_to_16_ops(first, 26):
+        problem = Problem(graph)
+        least = milp.solve(problem, None).peak
+        for budget in (least * 11 // 10, (least * 11 // 10 + problem.plain.peak) // 2):
+            ours, best = auto(problem, budget), milp.solve(problem, budget)
+            assert ours.peak <= budget, f"{ours.peak} bytes where {best.peak} are enough"
+            assert best.extra_seconds <= ours.extra_seconds
+            ratios.append((graph.seconds + ours.extra_seconds) / (graph.seconds + best.extra_seconds))
+    mean = sum(ratios) / len(ratios)
+    record_property("time, mean", mean)
+    record_property("time, worst", max(ratios))
+    assert mean <= 1.02, f"on average {mean:.4f} of the optimum's time"
+
+
+@settings(max_examples=30)
+@given(graph=training_graphs(), shares=st.tuples(st.floats(0, 1.1), st.floats(0, 1.1)))
+def test_a_budget_is_kept_and_more_of_it_never_costs_more_time(graph: Graph, shares: tuple[float, float]) -> None:
+    problem = Problem(graph)
+    least, plain = search_of(problem).least_at_any_cost.peak, problem.plain.peak
+    less, more = (auto(problem, round(least + share * (plain - least))) for share in sorted(shares))
+    assert less.peak <= round(least + min(shares) * (plain - least))
+    assert more.extra_seconds <= less.extra_seconds
+    assert less.peak == simulate(graph, less.schedule).peak
+
+
+@settings(max_examples=15)
+@given(training_graphs(max_layers=4))
+def test_the_exact_search_is_never_worse_than_any_other(graph: Graph) -> None:
+    exact = milp.solve(Problem(graph), None)
+    for name in ("auto", *OTHERS):
+        assert exact.peak <= SOLVERS[name](Problem(graph), None).peak, name
+
+
+@settings(max_examples=30)
+@given(training_graphs())
+def test_the_frontier_leads_from_the_least_memory_to_saving_everything(graph: Graph) -> None:
+    problem = Problem(graph)
+    frontier = search_of(problem).frontier
+    assert frontier[-1].extra_seconds == 0
+    assert frontier[-1].peak <= problem.plain.peak
+    assert [one.peak for one in frontier] == sorted({one.peak for one in frontier})
+    assert [one.extra_seconds for one in frontier] == sorted({one.extra_seconds for one in frontier}, reverse=True)
+
+
+@given(training_graphs())
+def test_saving_everything_is_the_identity(graph: Graph) -> None:
+    assert save_everything(graph).order == tuple(range(len(graph.ops)))
+    problem = Problem(graph)
+    assert auto(problem, problem.plain.peak).schedule.order == problem.order
+    assert not auto(problem, problem.plain.peak).schedule.recomputed
+
+
+@settings(max_examples=30)
+@given(training_graphs())
+def test_without_a_budget_at_most_one_forward_pass_is_repeated(graph: Graph) -> None:
+    problem = Problem(graph)
+    least = auto(problem, None)
+    assert search_of(problem).is_one_pass(least)
+    assert least.extra_seconds <= graph.seconds
+    assert auto(problem, least.peak).extra_seconds <= least.extra_seconds
+
+
+def test_what_was_asked_before_changes_no_answer() -> None:
+    for seed in range(4):
+        source = random.Random(seed)
+        graph = training_graph(source, 8)
+        asked = Problem(graph)
+        for budget in (*nine_budgets(asked), None, *reversed(nine_budgets(asked))):
+            assert auto(asked, budget).schedule == auto(Problem(graph), budget).schedule
