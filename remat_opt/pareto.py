@@ -9,8 +9,10 @@ from typing import Any
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
 from remat_opt.planning import Prepared, Settings, decision_of
+from remat_opt.report.progress import SearchProgress
 from remat_opt.search import SOLVERS, Solution, search_of
 from remat_opt.search.auto import pareto_front
+from remat_opt.search.watching import watched_by
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +75,8 @@ def trace_frontier(
     """The Pareto front that a search found; of the other solvers, of their answers to budgets up to the plain peak."""
     function = OptimizedFunction(fun, settings, options)
     prepared = function.prepare(*args, **kwargs)
-    solutions = _solutions(prepared, settings.solver, budgets)
+    with SearchProgress() as progress, watched_by(progress):
+        solutions = _solutions(prepared, settings.solver, budgets)
     points = []
     for solution in solutions:
         plan = decision_of(prepared, settings, solution).plan

@@ -25,7 +25,9 @@ from remat_opt.plan import Plan, PlanError, Prediction, digest
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.names import name_values
+from remat_opt.report.progress import SearchProgress
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
+from remat_opt.search.watching import watched_by
 from remat_opt.targets import Figures, Target, resolve_target
 from remat_opt.version import __version__
 from remat_opt.write.train_step import write
@@ -191,7 +193,8 @@ class _Decider:
 
     def search(self, limit: int | None) -> Solution:
         started = time.perf_counter()
-        solution = SOLVERS[self.settings.solver](self.prepared.problem, limit)
+        with SearchProgress() as progress, watched_by(progress):
+            solution = SOLVERS[self.settings.solver](self.prepared.problem, limit)
         self.spend("search", started)
         return solution
 

@@ -29,11 +29,13 @@ from remat_opt.search.forward import turning_point
 from remat_opt.search.moves import fill
 from remat_opt.search.polish import lower, shorten
 from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.watching import done
 
 LEVELS = 20
 _VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `Families.least_choice`
 _MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
+_SHARE_OF_STRUCTURES = 0.4  # of the time of a whole frontier, about
 _HALVINGS = 3  # of the last level
 _FEW_OPS = 400
 _VERY_FEW_OPS = 64
@@ -151,9 +153,10 @@ class Search:
         """One level of segments: at the plain step's peak, then at the peak that remains, and so on while it falls."""
         found = [self.problem.plain]
         # The op at the peak counts as backward; where that is cheap, it is tried as forward too.
-        for shift in (0, 1) if self.is_small else (0,):
-            for beside, keep in _VARIANTS:
-                found += self.lower_peaks(shift, beside, keep)
+        variants = [(shift, *which) for shift in ((0, 1) if self.is_small else (0,)) for which in _VARIANTS]
+        for number, variant in enumerate(variants):
+            done(_SHARE_OF_STRUCTURES * number / (len(variants) + 2))
+            found += self.lower_peaks(*variant)
         if self.turns[0] != peak_in_order(self.problem.plain):
             found += (self.problem.solution(self.families(self.turns[0]).least_choice(*which)) for which in _VARIANTS)
         return found
@@ -196,6 +199,7 @@ class Search:
     def at_level(self, level: int) -> Solution:
         """The best for a level's budget; it takes no longer than the level below."""
         below = self.at_level(level - 1) if level else self.least_at_any_cost
+        done(_SHARE_OF_STRUCTURES + (1 - _SHARE_OF_STRUCTURES) * level / LEVELS)
         same = level and self.budget_of(level) == self.budget_of(level - 1)
         return below if same else self.at(self.budget_of(level), below)
 

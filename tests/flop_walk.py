@@ -1,0 +1,55 @@
+"""FLOPs of a jaxpr, counted apart from the package: what the optimiser says of its own costs is compared with this.
+
+Products and convolutions take 2 FLOPs for each product of two numbers that are not zeros of padding or of dilation;
+whatever else is computed one an element. Loops count their length times.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+from jax.extend.core import primitives
+
+
+def flops_of(jaxpr: Any) -> float:
+    """FLOPs when a jaxpr (closed or not) runs once."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    return sum(map(_flops_of_equation, jaxpr.eqns))
+
+
+def _flops_of_equation(equation: Any) -> float:
+    inner = [leaf for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr) if _is_jaxpr(leaf)]
+    if inner:
+        times = equation.params.get("length", 1) if equation.primitive is primitives.scan_p else 1
+        return times * sum(map(flops_of, inner))
+    results = [math.prod(variable.aval.shape) for variable in equation.outvars if hasattr(variable.aval, "shape")]
+    if equation.primitive is primitives.dot_general_p:
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2.0 * results[0] * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+    if equation.primitive is primitives.conv_general_dilated_p:
+        return _flops_of_convolution(equation)
+    moves = (primitives.broadcast_in_dim_p, primitives.reshape_p, primitives.transpose_p, primitives.slice_p)
+    return 0.0 if equation.primitive in moves else float(max(results, default=0))
+
+
+def _flops_of_convolution(equation: Any) -> float:
+    image, kernel, result = (atom.aval.shape for atom in (*equation.invars, *equation.outvars))
+    numbers, params = equation.params["dimension_numbers"], equation.params
+    flops = 2.0 * result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * kernel[numbers.rhs_spec[1]]
+    axes = zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:], strict=True)
+    for axis, (i, k, o) in enumerate(axes):
+        options = ("window_strides", "padding", "lhs_dilation", "rhs_dilation")
+        flops *= _products_along(image[i], kernel[k], result[o], *(params[name][axis] for name in options))
+    return flops
+
+
+@functools.cache
+def _products_along(image: int, kernel: int, result: int, stride: int, padding: Any, spread: int, reach: int) -> int:
+    """Pairs of a result and a kernel element along one axis that meet a number of the image."""
+    there = {index * spread + padding[0] for index in range(image)}
+    return sum(place * stride + tap * reach in there for place in range(result) for tap in range(kernel))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return hasattr(value, "eqns") or hasattr(value, "jaxpr")

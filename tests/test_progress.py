@@ -1,0 +1,64 @@
+"""Progress of a search: on a terminal, after a while, and nowhere else."""
+
+import io
+import sys
+
+import jax
+import pytest
+from random_graphs import training_chain
+from training_steps import STEPS
+
+import remat_opt
+from remat_opt.report import progress
+from remat_opt.report.progress import SearchProgress
+from remat_opt.search import Problem, search_of
+from remat_opt.search.watching import done, watched_by
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("with_rich", [True, False])
+def test_a_terminal_shows_it_and_is_clean_at_the_end(monkeypatch, with_rich: bool) -> None:
+    if not with_rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    with SearchProgress(terminal, after=0.0) as shown:
+        shown(0.25)
+        shown(0.5)
+        during = terminal.getvalue()
+    assert "remat_opt: searching" in during
+    assert "50%" in during or with_rich
+    assert len(terminal.getvalue()) > len(during)  # it was taken away
+
+
+def test_what_is_quick_or_no_terminal_stays_silent() -> None:
+    for stream, after in ((io.StringIO(), 0.0), (Terminal(), 60.0)):
+        with SearchProgress(stream, after=after) as shown:
+            shown(0.5)
+        assert stream.getvalue() == ""
+
+
+def test_a_search_tells_how_far_it_is() -> None:
+    shares: list[float] = []
+    with watched_by(shares.append):
+        assert search_of(Problem(training_chain([10] * 12))).frontier
+    assert len(shares) > 10
+    assert shares == sorted(shares)
+    assert 0.0 <= shares[0] < 0.2
+    assert 0.9 < shares[-1] <= 1.0
+    done(0.5)  # nobody watches any more
+    assert shares[-1] > 0.9
+
+
+def test_planning_shows_a_long_search(monkeypatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(progress, "AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(SearchProgress.__init__, "__defaults__", (None, 0.0))
+    monkeypatch.setattr(sys, "stderr", terminal)
+    case = STEPS["has_aux"]()
+    remat_opt.optimize(case.step, verify=False).plan(*case.make_args())
+    assert "remat_opt: searching" in terminal.getvalue()
+    assert jax.devices()
