@@ -13,6 +13,7 @@ from jax.extend.core import jaxprs_in_params, primitives
 
 from remat_opt.examples import EXAMPLES, NETWORKS, Task, TrainingExample, make_example
 from remat_opt.examples.cells import NASNET, CellNetwork
+from remat_opt.examples.lstm import Cell
 from remat_opt.examples.random_wiring import watts_strogatz
 from remat_opt.examples.translation import banded
 from remat_opt.examples.vit import VisionTransformer
@@ -210,6 +211,45 @@ def test_a_loop_over_layers_or_time_is_one_scan(name: str) -> None:
 
 def test_unrolled_time_and_scanned_time_are_the_same_network() -> None:
     assert one_step("lstm")[2] == pytest.approx(one_step("lstm_scan")[2], rel=1e-6)
+
+
+def test_the_gates_of_the_lstm() -> None:
+    enter, new, forget, leave = 0.3, -0.7, 1.1, 0.4
+    params = {
+        "input": {"kernel": jnp.zeros((1, 4)), "bias": jnp.array([enter, new, forget, leave])},
+        "hidden": {"kernel": jnp.zeros((1, 4))},
+    }
+    carry = (jnp.full((1, 1), 2.0), jnp.zeros((1, 1)))
+    memory, hidden = Cell(1, jnp.float32).apply({"params": params}, carry, jnp.ones((1, 1)))
+    expected = jax.nn.sigmoid(forget) * 2 + jax.nn.sigmoid(enter) * jnp.tanh(new)
+    np.testing.assert_allclose(memory, [[expected]], rtol=1e-6)
+    np.testing.assert_allclose(hidden, [[jax.nn.sigmoid(leave) * jnp.tanh(expected)]], rtol=1e-6)
+
+
+def test_a_loop_over_layers_computes_what_unrolled_layers_do() -> None:
+    sizes = {"num_classes": 16, "dtype": jnp.float32, "remat": False}
+    unrolled, looped = EXAMPLES["gpt"].small(**sizes), EXAMPLES["gpt_scan"].small(**sizes)
+    tokens = jnp.arange(8)[None]
+    params = filled(jax.eval_shape(partial(unrolled.init, train=False), jax.random.key(0), tokens))["params"]
+    stack = params["stack"]
+    stacked = jax.tree.map(lambda *layers: np.stack(layers), stack["block1"], stack["block2"])
+    expected = unrolled.apply({"params": params}, tokens, False)
+    found = looped.apply({"params": {**params, "stack": {"blocks": stacked}}}, tokens, False)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "dynamicconv_wmt", "transformer_base"])
+def test_no_token_sees_a_later_one(name: str) -> None:
+    network = EXAMPLES[name].small(num_classes=16, dtype=jnp.float32, remat=False)
+
+    def inputs(tokens: jax.Array) -> Any:
+        return tokens if EXAMPLES[name].task is Task.TEXT else (jnp.arange(8)[None], tokens)
+
+    tokens = jnp.arange(8)[None]
+    variables = filled(jax.eval_shape(partial(network.init, train=False), jax.random.key(0), inputs(tokens)))
+    before, after = (network.apply(variables, inputs(tokens.at[0, 5].set(last)), False) for last in (5, 9))
+    np.testing.assert_array_equal(before[0, :5], after[0, :5])
+    assert (before[0, 5:] != after[0, 5:]).any()
 
 
 def test_losses_of_a_generated_text_fall() -> None:
