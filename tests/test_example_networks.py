@@ -281,6 +281,7 @@ def test_an_unknown_example_is_refused_with_the_known_ones() -> None:
 @pytest.mark.parametrize(
     ("make", "complaint"),
     [
+        (partial(make_example, "inception_v3", batch=1, size=64), "sides of at least 75 pixels"),
         (partial(make_example, "unet", batch=1, size=570), "even sides before each halving"),
         (partial(make_example, "vit_b16", batch=1, size=100), "divisible by the patch of 16"),
         (partial(make_example, "gpt2", batch=1, size=2000), "at most 1024 tokens"),

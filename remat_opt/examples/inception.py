@@ -131,6 +131,8 @@ class InceptionV3(nn.Module):
         def block(kind: type[nn.Module], name: str, **sizes: int) -> nn.Module:
             return remat_if(self.remat, kind)(dtype=self.dtype, name=name, **sizes)
 
+        if min(x.shape[1:3]) < 75:
+            raise ValueError(f"expected images with sides of at least 75 pixels, got {x.shape[1:3]}")
         x = block(Stem, "stem")(x, train)
         for index, features in enumerate(self.pool_features):
             x = block(BlockA, f"a{index + 1}", pool_features=features)(x, train)

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import flax.linen as nn
 import jax.numpy as jnp
@@ -73,7 +72,8 @@ class Example:
 def _family(
     task: Task,
     networks: Mapping[str, MakeNetwork],
-    batches: int | Mapping[str, int],
+    *,
+    batch: int | Mapping[str, int],
     size: int,
     classes: int,
     source: str,
@@ -83,102 +83,108 @@ def _family(
     """The examples of one file; batches and small twins are given together or one for each name."""
 
     def one(name: str) -> Example:
-        batch = batches if isinstance(batches, int) else batches[name]
+        its_batch = batch if isinstance(batch, int) else batch[name]
         twin = small[name] if isinstance(small, Mapping) else small
-        return Example(task, networks[name], batch, size, classes, source, twin, small_size)
+        return Example(task, networks[name], its_batch, size, classes, source, twin, small_size)
 
     return {name: one(name) for name in networks}
 
 
+def _scanned(kind: MakeNetwork, *sizes: int, names: Mapping[str, MakeNetwork]) -> dict[str, MakeNetwork]:
+    return {name: partial(kind, *sizes, scan=name.endswith("_scan")) for name in names}
+
+
+def _only(networks: Mapping[str, MakeNetwork], *names: str) -> dict[str, MakeNetwork]:
+    return {name: networks[name] for name in names}
+
+
 _FENG_HUANG = "Feng & Huang, arXiv 1808.00079, and their repository's table"
 _CHEN = "Chen et al., arXiv 1604.06174, sections 5.2 and 5.3"
-_SMALL_CELLS = {"channels": 4, "layers": 3}
+_IMAGENET = {"size": 224, "classes": 1000}
+_CIFAR = {"size": 32, "classes": 10}
 _SMALL_RESNETS: dict[str, MakeNetwork] = {
     name: partial(ResNet, BasicBlock if name in ("resnet18", "resnet34") else BottleneckBlock, (1, 1, 1, 1))
     for name in RESNETS
 }
-_SMALL_TRANSLATORS: dict[str, MakeNetwork] = {
-    "dynamicconv_iwslt": partial(Translator, (3,), (3,), 16, 32, 2, source_classes=20),
-    "dynamicconv_wmt": partial(Translator, (3,), (3,), 16, 32, 2, gated=True),
-    "transformer_base": partial(Translator, (0,), (0,), 16, 32, 2),
-    "transformer_big": partial(Translator, (0,), (0,), 16, 32, 4),
+_SMALL_CELLS: dict[str, MakeNetwork] = {
+    name: partial(CellNetwork, cells, channels=4, layers=3)
+    for name, cells in {"nasnet": NASNET, "amoebanet": AMOEBANET, "darts": DARTS}.items()
 }
-
-
-def _scanned(kind: MakeNetwork, *sizes: int, names: Mapping[str, Any]) -> dict[str, MakeNetwork]:
-    return {name: partial(kind, *sizes, scan=name.endswith("_scan")) for name in names}
-
+_SMALL_DYNAMIC = partial(Translator, (3,), (3,), 16, 32, 2)
 
 EXAMPLES: dict[str, Example] = {
     **_family(
-        Task.IMAGES, ALEXNETS, 1024, 224, 1000, _FENG_HUANG, partial(AlexNet, classifier_width=32), small_size=64
+        Task.IMAGES,
+        ALEXNETS,
+        batch=1024,
+        **_IMAGENET,
+        source=_FENG_HUANG,
+        small=partial(AlexNet, classifier_width=32),
+        small_size=64,
     ),
     **_family(
-        Task.IMAGES, VGGS, 64, 224, 1000, _FENG_HUANG, partial(VGG, (1, 1, 1, 1, 1), classifier_width=32), small_size=32
+        Task.IMAGES,
+        VGGS,
+        batch=64,
+        **_IMAGENET,
+        source=_FENG_HUANG,
+        small=partial(VGG, (1, 1, 1, 1, 1), classifier_width=32),
+        small_size=32,
     ),
     **_family(
         Task.IMAGES,
         RESNETS,
-        {"resnet18": 256, "resnet34": 128, "resnet50": 64, "resnet101": 32, "resnet152": 16},
-        224,
-        1000,
-        _FENG_HUANG,
-        _SMALL_RESNETS,
+        batch={"resnet18": 256, "resnet34": 128, "resnet50": 64, "resnet101": 32, "resnet152": 16},
+        **_IMAGENET,
+        source=_FENG_HUANG,
+        small=_SMALL_RESNETS,
         small_size=32,
     ),
     **_family(
         Task.IMAGES,
         DENSENETS,
-        {"densenet121": 32, "densenet161": 16, "densenet169": 32, "densenet201": 16},
-        224,
-        1000,
-        _FENG_HUANG,
-        partial(DenseNet, 4, 8, (2, 2, 2, 2)),
+        batch={"densenet121": 32, "densenet161": 16, "densenet169": 32, "densenet201": 16},
+        **_IMAGENET,
+        source=_FENG_HUANG,
+        small=partial(DenseNet, 4, 8, (2, 2, 2, 2)),
         small_size=32,
     ),
     **_family(
         Task.IMAGES,
         INCEPTIONS,
-        32,
-        300,
-        1000,
-        _FENG_HUANG,
-        partial(InceptionV3, pool_features=(8,), widths=(8,), blocks_c=1),
+        batch=32,
+        size=300,
+        classes=1000,
+        source=_FENG_HUANG,
+        small=partial(InceptionV3, pool_features=(8,), widths=(8,), blocks_c=1),
         small_size=75,
     ),
+    **_family(Task.IMAGES, CELL_NETWORKS, batch=64, **_CIFAR, source=_FENG_HUANG, small=_SMALL_CELLS, small_size=8),
     **_family(
         Task.IMAGES,
-        CELL_NETWORKS,
-        64,
-        32,
-        10,
-        _FENG_HUANG,
-        {
-            "nasnet": partial(CellNetwork, NASNET, **_SMALL_CELLS),
-            "amoebanet": partial(CellNetwork, AMOEBANET, **_SMALL_CELLS),
-            "darts": partial(CellNetwork, DARTS, **_SMALL_CELLS),
-        },
-        small_size=8,
+        DEEP_RESNETS,
+        batch=32,
+        **_IMAGENET,
+        source=_CHEN,
+        small=partial(PreActivationResNet, (2, 1, 1, 1), width=4),
+        small_size=32,
     ),
-    **_family(Task.IMAGES, DEEP_RESNETS, 32, 224, 1000, _CHEN, partial(PreActivationResNet, (2, 1, 1, 1), width=4), 32),
     **_family(
         Task.IMAGES,
         WIDE_RESNETS,
-        128,
-        32,
-        10,
-        "Zagoruyko & Komodakis, arXiv 1605.07146",
-        partial(WideResNet, 10, 1),
+        batch=128,
+        **_CIFAR,
+        source="Zagoruyko & Komodakis, arXiv 1605.07146",
+        small=partial(WideResNet, 10, 1),
         small_size=8,
     ),
     **_family(
         Task.IMAGES,
         RANDOMLY_WIRED,
-        32,
-        224,
-        1000,
-        "the authors', arXiv 1904.01569: 256 images on 8 devices",
-        {
+        batch=32,
+        **_IMAGENET,
+        source="Xie et al., arXiv 1904.01569: 256 images on 8 devices",
+        small={
             "randwire_small": partial(RandomlyWired, 4, False, nodes=6, head=16),
             "randwire_regular": partial(RandomlyWired, 4, True, nodes=6, head=16),
         },
@@ -187,74 +193,90 @@ EXAMPLES: dict[str, Example] = {
     **_family(
         Task.PIXELS,
         UNETS,
-        8,
-        572,
-        2,
-        "Ronneberger et al., arXiv 1505.04597, whose batch is 1; 8 here",
-        partial(UNet, features=4, depth=2),
+        batch=8,
+        size=572,
+        classes=2,
+        source="Ronneberger et al., arXiv 1505.04597, whose batch is 1; 8 here",
+        small=partial(UNet, features=4, depth=2),
         small_size=44,
     ),
     **_family(
         Task.IMAGES,
         VITS,
-        64,
-        224,
-        1000,
-        "Dosovitskiy et al., arXiv 2010.11929: 4096 images on many devices; 64 here",
-        _scanned(VisionTransformer, 2, 16, 2, 4, names=VITS),
+        batch=64,
+        **_IMAGENET,
+        source="Dosovitskiy et al., arXiv 2010.11929: 4,096 images on many devices; 64 here",
+        small=_scanned(VisionTransformer, 2, 16, 2, 4, names=VITS),
         small_size=8,
     ),
     **_family(
         Task.TEXT,
-        {name: GPTS[name] for name in ("gpt2", "gpt2_scan")},
-        8,
-        1024,
-        50257,
-        "Radford et al., 2019: 512 texts on many devices; 8 here",
-        _scanned(GPT, 2, 16, 2, 16, names=GPTS),
+        _only(GPTS, "gpt2", "gpt2_scan"),
+        batch=8,
+        size=1024,
+        classes=50257,
+        source="Radford et al., 2019: 512 texts on many devices; 8 here",
+        small=_scanned(GPT, 2, 16, 2, 16, names=GPTS),
         small_size=8,
     ),
     **_family(
         Task.TEXT,
-        {name: GPTS[name] for name in ("gpt", "gpt_scan")},
-        8,
-        512,
-        8192,
-        "as other tools were measured",
-        _scanned(GPT, 2, 16, 2, 16, names=GPTS),
+        _only(GPTS, "gpt", "gpt_scan"),
+        batch=8,
+        size=512,
+        classes=8192,
+        source="the size at which PyTorch's partitioner was measured",
+        small=_scanned(GPT, 2, 16, 2, 16, 0, names=GPTS),
         small_size=8,
     ),
     **_family(
         Task.TRANSLATION,
-        {name: TRANSLATORS[name] for name in ("dynamicconv_iwslt",)},
-        125,
-        32,
-        6632,
-        "Wu et al., arXiv 1901.10430, and Sohoni et al., arXiv 1904.10631: 4,000 tokens of IWSLT'14",
-        _SMALL_TRANSLATORS,
+        _only(TRANSLATORS, "dynamicconv_iwslt"),
+        batch=125,
+        size=32,
+        classes=6632,
+        source="Wu et al., arXiv 1901.10430, and Sohoni et al., arXiv 1904.10631: 4,000 tokens of IWSLT'14",
+        small=partial(_SMALL_DYNAMIC, source_classes=20),
         small_size=8,
     ),
     **_family(
         Task.TRANSLATION,
-        {name: TRANSLATORS[name] for name in ("dynamicconv_wmt", "transformer_base", "transformer_big")},
-        100,
-        32,
-        37000,
-        "Vaswani et al., arXiv 1706.03762: 25,000 tokens on 8 devices",
-        _SMALL_TRANSLATORS,
+        _only(TRANSLATORS, "dynamicconv_wmt"),
+        batch=112,
+        size=32,
+        classes=32768,
+        source="Wu et al., arXiv 1901.10430: 3,584 tokens of WMT'14 on each of 128 devices",
+        small=partial(_SMALL_DYNAMIC, gated=True),
         small_size=8,
     ),
     **_family(
-        Task.FRAMES, {"lstm": LSTMS["lstm"]}, 64, 64, 5000, _CHEN, _scanned(LSTM, 2, 8, names=LSTMS), small_size=4
+        Task.TRANSLATION,
+        _only(TRANSLATORS, "transformer_base", "transformer_big"),
+        batch=100,
+        size=32,
+        classes=37000,
+        source="Vaswani et al., arXiv 1706.03762: 25,000 tokens of WMT'14 on 8 devices",
+        small=partial(Translator, (0,), (0,), 16, 32, 2),
+        small_size=8,
     ),
     **_family(
         Task.FRAMES,
-        {"lstm_scan": LSTMS["lstm_scan"]},
-        64,
-        1000,
-        5000,
-        f"{_CHEN}; 1,000 frames as in the authors' script",
-        _scanned(LSTM, 2, 8, names=LSTMS),
+        _only(LSTMS, "lstm"),
+        batch=64,
+        size=64,
+        classes=5000,
+        source=_CHEN,
+        small=_scanned(LSTM, 2, 8, names=LSTMS),
+        small_size=4,
+    ),
+    **_family(
+        Task.FRAMES,
+        _only(LSTMS, "lstm_scan"),
+        batch=64,
+        size=1000,
+        classes=5000,
+        source=f"{_CHEN}; 1,000 frames as in the authors' script",
+        small=_scanned(LSTM, 2, 8, names=LSTMS),
         small_size=4,
     ),
 }
