@@ -1,4 +1,7 @@
-"""Every example network by name, with the batch and input size at which it is measured, and a small twin for tests."""
+"""Every example network by name, with the batch and input size at which it is measured, and a small twin for tests.
+
+A new family is one file with a table of its networks, and its rows here.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -166,7 +169,7 @@ EXAMPLES: dict[str, Example] = {
         batch=32,
         **_IMAGENET,
         source=_CHEN,
-        small=partial(PreActivationResNet, (2, 1, 1, 1), width=4),
+        small=partial(PreActivationResNet, (2, 1), width=4),
         small_size=32,
     ),
     **_family(
