@@ -4,7 +4,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from remat_opt.examples.layers import adaptive_average_pool, conv, he_normal, remat_if
+from remat_opt.examples.layers import DropoutClassifier, adaptive_average_pool, conv, remat_if
 
 
 class Stage(nn.Module):
@@ -20,22 +20,6 @@ class Stage(nn.Module):
         return nn.max_pool(x, (3, 3), (2, 2))
 
 
-class Classifier(nn.Module):
-    """Three dense layers with dropout before the first two: (batch, h, w, c) → logits (batch, num_classes)."""
-
-    num_classes: int
-    dropout_rate: float
-    dtype: jnp.dtype
-
-    @nn.compact
-    def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        x = x.reshape(x.shape[0], -1)
-        for _ in range(2):
-            x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
-            x = nn.relu(nn.Dense(4096, dtype=self.dtype, kernel_init=he_normal)(x))
-        return nn.Dense(self.num_classes, dtype=self.dtype)(x)
-
-
 class AlexNet(nn.Module):
     """Images (batch, height, width, 3) → logits (batch, num_classes).
 
@@ -46,15 +30,17 @@ class AlexNet(nn.Module):
     dtype: jnp.dtype = jnp.float32
     remat: bool = False
     dropout_rate: float = 0.5
+    classifier_width: int = 4096
 
     @nn.compact
     def __call__(self, x: jax.Array, train: bool) -> jax.Array:
-        stage, classifier = remat_if(self.remat, Stage), remat_if(self.remat, Classifier)
+        stage, classifier = remat_if(self.remat, Stage), remat_if(self.remat, DropoutClassifier)
         stages = (((64, 11, 4, 2),), ((192, 5, 1, 2),), ((384, 3, 1, 1), (256, 3, 1, 1), (256, 3, 1, 1)))
         for index, convolutions in enumerate(stages):
             x = stage(convolutions, self.dtype, name=f"stage{index + 1}")(x, train)
         x = adaptive_average_pool(x, (6, 6))
-        return classifier(self.num_classes, self.dropout_rate, self.dtype, name="classifier")(x, train)
+        sizes = (self.num_classes, self.dropout_rate, True, self.dtype, self.classifier_width)
+        return classifier(*sizes, name="classifier")(x, train)
 
 
 ALEXNETS = {"alexnet": AlexNet}

@@ -1,8 +1,7 @@
-"""Whole training steps of the image networks, for the demo, the tests and the benchmarks."""
+"""Whole training steps of the example networks, for the demo, the tests and the benchmarks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
@@ -10,13 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from remat_opt.examples.alexnet import ALEXNETS
-from remat_opt.examples.densenet import DENSENETS
-from remat_opt.examples.resnet import RESNETS
-from remat_opt.examples.vgg import VGGS
-
-NETWORKS: dict[str, Callable[..., nn.Module]] = {**RESNETS, **DENSENETS, **VGGS, **ALEXNETS}
-"""Name → constructor taking `num_classes`, `dtype` and `remat`. A new family is one file and its table here."""
+from remat_opt.examples.unet import centre
 
 
 class Dropout(NamedTuple):
@@ -35,7 +28,8 @@ class TrainState(NamedTuple):
     dropout: Dropout | None
 
 
-TrainStep = Callable[[TrainState, jax.Array, jax.Array], tuple[TrainState, jax.Array]]
+TrainStep = Callable[[TrainState, Any, jax.Array], tuple[TrainState, jax.Array]]
+MakeBatch = Callable[[jax.Array], tuple[Any, jax.Array]]
 
 
 @dataclass(frozen=True)
@@ -44,86 +38,85 @@ class TrainingExample:
 
     name: str
     train_step: TrainStep
-    abstract_args: tuple[Any, jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]
+    abstract_args: tuple[Any, Any, jax.ShapeDtypeStruct]
     init_state: Callable[[jax.Array], TrainState]
-    num_classes: int
+    make_batch: MakeBatch
     donate_argnums: tuple[int, ...] = (0,)
 
     def init(self, seed: int = 0) -> TrainState:
         """A fresh training state."""
-        return jax.jit(self.init_state)(jax.random.key(seed))
+        # It runs once, and a network has hundreds of random generators: compiled plainly, it is there much sooner.
+        options = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
+        return jax.jit(self.init_state, compiler_options=options)(jax.random.key(seed))
 
-    def batch(self, seed: int = 0) -> tuple[jax.Array, jax.Array]:
-        """Generated images (batch, size, size, 3) and labels (batch,): the same pattern per class for every seed."""
-        images = self.abstract_args[1]
-        return pattern_images(jax.random.key(seed), images.shape, images.dtype, self.num_classes)
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def pattern_images(
-    key: jax.Array, shape: tuple[int, int, int, int], dtype: jnp.dtype, num_classes: int
-) -> tuple[jax.Array, jax.Array]:
-    """Images that a network can learn to tell apart: a fixed coarse pattern for each class, and noise."""
-    label_key, noise_key = jax.random.split(key)
-    labels = jax.random.randint(label_key, shape[:1], 0, num_classes)
-    patterns = jax.random.normal(jax.random.key(0), (num_classes, 4, 4, shape[-1]))
-    images = jax.image.resize(patterns[labels], shape, "linear") + 0.5 * jax.random.normal(noise_key, shape)
-    return images.astype(dtype), labels
+    def batch(self, seed: int = 0) -> tuple[Any, jax.Array]:
+        """Generated inputs and labels, shaped as in `abstract_args`: the same task for every seed."""
+        return self.make_batch(jax.random.key(seed))
 
 
-def image_classifier(
+def training_example(
     name: str,
-    *,
-    batch: int,
-    size: int = 224,
-    classes: int = 1000,
-    remat: bool = False,
-    dtype: jnp.dtype = jnp.float32,
+    network: nn.Module,
+    make_batch: MakeBatch,
+    make_small_batch: MakeBatch,
     learning_rate: float | None = None,
 ) -> TrainingExample:
-    """The training step of one of `NETWORKS` on images (batch, size, size, 3): cross entropy, SGD with momentum.
+    """The training step of a network: cross entropy, SGD with momentum. Nothing is allocated.
 
-    Nothing is allocated. Parameters are float32 and `dtype` is that of the computation. `remat` wraps every block in
-    `nn.remat` by hand. The default learning rate is the papers': 0.1 with batch norm, 0.01 without.
+    Args:
+        name: what to call it.
+        network: called as `network(inputs, train)`, gives logits (…, classes) for labels (…). One whose class says
+            `takes_labels` is called with (inputs, labels) and gives the loss.
+        make_batch: (inputs, labels) from a key.
+        make_small_batch: the same with as few examples as make parameters of the same shapes; they are initialised
+            with it.
+        learning_rate: by default the image networks' papers', 0.1 with batch norm, 0.01 without.
     """
-    if name not in NETWORKS:
-        raise ValueError(f"unknown network {name!r}; known are {', '.join(sorted(NETWORKS))}")
-    network = NETWORKS[name](num_classes=classes, dtype=dtype, remat=remat)
-    images = jax.ShapeDtypeStruct((batch, size, size, 3), dtype)
-    labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
+    key = jax.random.key(0)
     if learning_rate is None:
-        variables = jax.eval_shape(partial(network.init, train=False), jax.random.key(0), images)
+        variables = jax.eval_shape(lambda key: _initial(network, make_small_batch, key), key)
         learning_rate = 0.1 if "batch_stats" in variables else 0.01
     optimizer = optax.sgd(learning_rate, momentum=0.9)
-    init_state = _state_maker(network, optimizer, images.shape[1:], dtype)
-    state = jax.eval_shape(init_state, jax.random.key(0))
-    return TrainingExample(name, _train_step(network, optimizer), (state, images, labels), init_state, classes)
 
-
-def _state_maker(
-    network: nn.Module, optimizer: optax.GradientTransformation, image_shape: tuple[int, ...], dtype: jnp.dtype
-) -> Callable[[jax.Array], TrainState]:
     def init_state(key: jax.Array) -> TrainState:
         params_key, dropout_key = jax.random.split(key)
-        variables = network.init(params_key, jnp.zeros((1, *image_shape), dtype), train=False)
+        variables = _initial(network, make_small_batch, params_key)
         params = variables["params"]
         has_dropout = getattr(network, "dropout_rate", 0.0) > 0
         dropout = Dropout(dropout_key, jnp.zeros((), jnp.int32)) if has_dropout else None
         return TrainState(params, variables.get("batch_stats", {}), optimizer.init(params), dropout)
 
-    return init_state
+    abstract_args = (jax.eval_shape(init_state, key), *jax.eval_shape(make_batch, key))
+    return TrainingExample(name, _train_step(network, optimizer), abstract_args, init_state, make_batch)
+
+
+def _initial(network: nn.Module, make_batch: MakeBatch, key: jax.Array) -> Any:
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(make_batch, key))
+    return network.init(key, zeros if takes_labels(network) else zeros[0], train=False)
+
+
+def takes_labels(network: nn.Module) -> bool:
+    """Whether the network computes its loss itself."""
+    return getattr(network, "takes_labels", False)
+
+
+def cross_entropy(logits: jax.Array, labels: jax.Array) -> jax.Array:
+    """Mean over all labels; a border of pixels for which there are no logits does not count."""
+    if labels.ndim == 3:
+        labels = centre(labels, *logits.shape[1:3])
+    return optax.softmax_cross_entropy_with_integer_labels(logits.astype(jnp.float32), labels).mean()
 
 
 def _train_step(network: nn.Module, optimizer: optax.GradientTransformation) -> TrainStep:
-    def train_step(state: TrainState, images: jax.Array, labels: jax.Array) -> tuple[TrainState, jax.Array]:
+    def train_step(state: TrainState, inputs: Any, labels: jax.Array) -> tuple[TrainState, jax.Array]:
         dropout = state.dropout
         rngs = {} if dropout is None else {"dropout": jax.random.fold_in(dropout.key, dropout.step)}
 
         def loss_fn(params: Any) -> tuple[jax.Array, Any]:
             variables = {"params": params, "batch_stats": state.batch_stats}
-            logits, updates = network.apply(variables, images, True, rngs=rngs, mutable=["batch_stats"])
-            logits = logits.astype(jnp.float32)
-            loss = optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
+            read = (inputs, labels) if takes_labels(network) else inputs
+            outputs, updates = network.apply(variables, read, True, rngs=rngs, mutable=["batch_stats"])
+            loss = outputs if takes_labels(network) else cross_entropy(outputs, labels)
             return loss, updates.get("batch_stats", {})
 
         (loss, batch_stats), grads = jax.value_and_grad(loss_fn, has_aux=True)(state.params)
