@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from remat_opt.examples import image_classifier
+from remat_opt.examples import make_example
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
@@ -69,8 +69,8 @@ def networks(console: Console) -> None:
     table = Table(title="from graph to frontier")
     for column in ("network", "equations", "ops", "seconds", "frontier", "Feng & Huang, ours", "theirs"):
         table.add_column(column, justify="left" if column == "network" else "right")
-    for name, batch, size, theirs in (("densenet201", 16, 224, "184 s"), ("resnet1001", 1, 224, "–")):
-        example = image_classifier(name, batch=batch, size=size)
+    for name, batch, size, theirs in (("densenet201", 16, 224, "184 s"), ("resnet1001", 32, 224, "–")):
+        example = make_example(name, batch=batch, size=size)
         graph, equations = graph_of(example.train_step, example.abstract_args)
         seconds, ends = frontier_seconds(graph)
         started = time.process_time()

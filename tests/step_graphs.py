@@ -3,6 +3,7 @@
 import functools
 
 import jax
+from training_steps import STEPS
 
 from remat_opt.examples import image_classifier
 from remat_opt.graph.build import build
@@ -10,7 +11,6 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
 from remat_opt.program.inline import inline
 from remat_opt.targets import resolve_target
-from training_steps import STEPS
 
 NETWORKS = {"resnet50": (64, 224), "densenet121": (32, 224), "vgg16": (64, 224), "alexnet": (1024, 224)}
 PLAIN_STEPS = [name for name, case in STEPS.items() if not name.startswith(("nnx", "equinox"))]

@@ -3,12 +3,11 @@
 import random
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from random_graphs import Sketch, training_graph, unfused_training_graphs
 
 from remat_opt.graph.fusion import fuse, materialised
 from remat_opt.graph.graph import Graph, Kind, Op, chain
-from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, join_runs, save_everything
 from remat_opt.graph.timeline import guards, timeline
 

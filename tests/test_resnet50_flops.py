@@ -21,9 +21,9 @@ def plain_flops(example) -> float:
 
 
 def test_the_walk_counts_what_papers_say(plain_flops: float) -> None:
-    # He et al. 2015, table 1: 3.8 · 10⁹ multiply-adds forward for one image, with strides in the 1 × 1 convolutions. Here
-    # they are in the 3 × 3, as torchvision has them: 4.1 · 10⁹, those with the zeros of padding too. The backward takes
-    # twice the forward, less the gradient of the images.
+    # He et al. 2015, table 1: 3.8 · 10⁹ multiply-adds forward for one image, with strides in the 1 × 1 convolutions.
+    # Here they are in the 3 × 3, as torchvision has them: 4.1 · 10⁹, those with the zeros of padding too. The backward
+    # takes twice the forward, less the gradient of the images.
     assert 64 * 3 * 2 * 3.8e9 < plain_flops < 64 * 3 * 2 * 4.1e9
 
 

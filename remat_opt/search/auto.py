@@ -8,11 +8,15 @@ plans of each family that just fit, by simulation, are taken; while the step is 
 *Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
 segments there are added, as long as the peak falls.
 
-*Moves.* `moves.fill` then uses what the budget leaves.
+*Moves.* Each start (structures of little memory, and the families' plans) is filled: `moves.fill` takes repeats out of
+the schedule, value by value, while the budget allows it. On small steps `polish.py` looks for schedules of any form.
 
-The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, of which none is beaten in
-both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer is
-the least memory with at most one extra forward pass of time.
+Nothing is solved block by block: a table has the costs of all pairs of cuts at once, so that identical blocks cost no
+more than different ones.
+
+The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, of which none is beaten
+in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer
+is the least memory with at most one extra forward pass of time.
 
 Gaps: ops of first runs keep their order; between two levels nothing is searched.
 """

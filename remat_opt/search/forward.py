@@ -73,8 +73,8 @@ class Forward:
 
         Args:
             saved: vertices that are kept.
-            block: for each vertex its block. `Choice` knows segments of neighbouring ops only: derived from the solution's
-                choice, a schedule is another one where blocks interleave.
+            block: for each vertex its block. `Choice` knows segments of neighbouring ops only: where blocks interleave,
+                the schedule derived from the solution's choice is another one.
         """
         graph, order = self.problem.graph, self.problem.order
         choice = Choice(self.saved(saved), (self.turn,))

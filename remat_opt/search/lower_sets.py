@@ -41,6 +41,7 @@ MOST_LEVELS = 1024
 MOST_STEPS = 40_000_000  # pairs of sets × levels
 LEVELS = 160
 _SETS_OF_LARGE_GRAPHS = 360
+_MOST_BITS = 16_000_000  # of all candidate sets together
 _PROBES = 10
 _NEAR_LEAST = (1.0, 1.015, 1.03, 1.06, 1.1)
 
@@ -172,7 +173,9 @@ def some_lower_sets(forward: Forward, most: int) -> list[int]:
             closure |= closures[one]
         closures.append(closure)
     whole = (1 << len(forward)) - 1
-    sets = sorted({*closures, *((1 << count) - 1 for count in range(1, len(forward)))} - {0, whole})
+    every = -(-2 * len(forward) ** 2 // _MOST_BITS)  # of many vertices only some
+    cuts = ((1 << count) - 1 for count in range(every, len(forward), every))
+    sets = sorted({*closures[::every], *cuts} - {0, whole})
     members = _members(sets, len(forward))
     sizes = np.array(forward.sizes, dtype=float)
     boundary = _boundaries(members, forward.predecessors) @ sizes

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from remat_opt.graph.derive import Choice
-from remat_opt.graph.schedule import Run, Schedule, join_runs
+from remat_opt.graph.schedule import Run, join_runs
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.programme import Programme, matrix
 
