@@ -12,6 +12,7 @@ from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.search import SOLVERS, Problem, Solution, milp, search_of
+from remat_opt.search.moves import fill
 
 OTHERS = [name for name in SOLVERS if name not in ("auto", "milp")]
 
@@ -149,3 +150,15 @@ def test_what_was_asked_before_changes_no_answer() -> None:
         asked = Problem(graph)
         for budget in (*nine_budgets(asked), None, *reversed(nine_budgets(asked))):
             assert auto(asked, budget).schedule == auto(Problem(graph), budget).schedule
+
+
+@settings(max_examples=60)
+@given(graph=training_graphs(), share=st.floats(0, 1))
+def test_filling_keeps_the_budget_and_takes_no_longer(graph: Graph, share: float) -> None:
+    problem = Problem(graph)
+    start = min((SOLVERS[name](problem, None) for name in ("rotor", "lower_sets")), key=lambda one: one.peak)
+    budget = start.peak + int(share * (problem.plain.peak - start.peak))
+    filled = fill(problem, start, budget)
+    assert filled.peak <= budget
+    assert filled.extra_seconds <= start.extra_seconds
+    assert fill(problem, start, problem.plain.peak).extra_seconds == 0  # everything can be kept

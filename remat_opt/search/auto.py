@@ -2,8 +2,7 @@
 
 *Families* (`families.py`). Each model orders its plans from least memory to least time: segments with options, with
 and without later residuals beside a segment; nested plans; strategies of lower sets (`lower_sets.py`). For a budget the
-plans of each family that just fit, by simulation, are taken; while the step is small the answers of `hong.py`,
-`feng_huang.py`, `chen.py` and `rotor.py`, too.
+plans of each family that just fit, by simulation, are taken; on very small steps the other solvers' answers, too.
 
 *Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
 segments there are added, as long as the peak falls.
@@ -217,6 +216,8 @@ class Search:
             planned = self.several_peaks(budget)
         if self.is_small or not planned:
             planned += [solution for turn in self.turns for solution in self.families(turn).nested(budget)]
+        if self.is_tiny:
+            planned += [solver.solve(problem, budget) for solver in (rotor, hong, lower_sets, feng_huang, chen)]
         starts += _different(sorted((s for s in planned if s.peak <= budget), key=_time_first))[:_MOST_FILLED]
         if self.is_tiny:
             found = lower(problem, problem.plain, budget)

@@ -69,27 +69,64 @@ def fill(problem: Problem, solution: Solution, budget: int) -> Solution:
 
 
 def _affordable(graph: Graph, solution: Solution, budget: int) -> set[int]:
-    lives, live = solution.liveness.lives, solution.liveness.live.copy()
-    every = solution.occurrences
-    repeats = np.flatnonzero(every.recomputed)
-    if not len(repeats) or solution.peak > budget:
+    """Occurrences that can be taken out together without a peak above the budget."""
+    if solution.peak > budget:
         return set()
-    is_read = np.diff(lives.reads_start) > 0
-    rated: list[tuple[float, int, int, int, int]] = []  # −seconds for each byte, occurrence, from, to, bytes
-    for at in repeats.tolist():
-        start = int(every.buffer_start[at])
-        size, begin = 0, int(every.position[at])
-        for buffer in range(start, start + int(graph.makes.counts[every.op[at]])):
-            if is_read[buffer]:
-                size += int(graph.sizes[lives.value[buffer]])
-                begin = min(begin, int(lives.death[every.previous[buffer]]) + 1)
-        rated.append((-graph.ops[every.op[at]].seconds / max(size, 1), at, begin, int(every.position[at]), size))
+    kept = _Kept(graph, solution)
+    repeats = np.flatnonzero(solution.occurrences.recomputed).tolist()
+    rate = {at: graph.ops[solution.occurrences.op[at]].seconds / max(kept.cost_of(at)[2], 1) for at in repeats}
     taken_out: set[int] = set()
-    for _, at, begin, end, size in sorted(rated):
-        if begin >= end or int(live[begin:end].max()) + size <= budget:
-            live[begin:end] += size
+    for at in sorted(repeats, key=lambda one: (-rate[one], one)):
+        begin, end, size = kept.cost_of(at)
+        if begin >= end or int(kept.live[begin:end].max()) + size <= budget:
+            kept.live[begin:end] += size
+            kept.take_out(at)
             taken_out.add(at)
     return taken_out
+
+
+class _Kept:
+    """A schedule's buffers while repeats are taken out of it: what was made before lives on in their place."""
+
+    def __init__(self, graph: Graph, solution: Solution):
+        lives = solution.liveness.lives
+        self.every = solution.occurrences
+        self.made = graph.makes.counts[self.every.op].tolist()
+        self.size = graph.size_array[lives.value].tolist()
+        self.live = solution.liveness.live.copy()
+        self.death = lives.death.tolist()
+        self.is_read = (np.diff(lives.reads_start) > 0).tolist()
+        self.previous = self.every.previous.tolist()
+        self.gone = [False] * len(lives)
+
+    def cost_of(self, at: int) -> tuple[int, int, int]:
+        """From where to where how many bytes more live when an occurrence is taken out (no fewer than it will be)."""
+        end = begin = int(self.every.position[at])
+        size = 0
+        for buffer in self._buffers(at):
+            if self.is_read[buffer]:
+                size += self.size[buffer]
+                begin = min(begin, self.death[self._before(buffer)] + 1)
+        return begin, end, size
+
+    def take_out(self, at: int) -> None:
+        """What its readers read is now the buffer before."""
+        for buffer in self._buffers(at):
+            before = self._before(buffer)
+            if self.is_read[buffer]:
+                self.death[before] = max(self.death[before], self.death[buffer])
+                self.is_read[before] = True
+            self.gone[buffer] = True
+
+    def _buffers(self, at: int) -> range:
+        start = int(self.every.buffer_start[at])
+        return range(start, start + self.made[at])
+
+    def _before(self, buffer: int) -> int:
+        before = self.previous[buffer]
+        while self.gone[before]:
+            before = self.previous[before]
+        return before
 
 
 def forget(problem: Problem, solution: Solution, buffer: int, read: int, *, extend: int) -> Schedule | None:
