@@ -1,0 +1,172 @@
+"""`rewrite_loops`: a program with its pairs of scans written again, as a flat program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from remat_opt.loops.body import Atom
+from remat_opt.loops.choice import LoopChoice
+from remat_opt.loops.pairs import Pair
+from remat_opt.loops.recomputation import recomputation
+from remat_opt.loops.update import find_update
+from remat_opt.loops.write import PairWriter
+from remat_opt.program import compat
+from remat_opt.program.inline import Constant, Equation, Program, inline
+
+
+def rewrite_loops(
+    program: Program,
+    choices: Sequence[tuple[Pair, LoopChoice]],
+    aliases: Sequence[tuple[int, int]] = (),
+) -> Program:
+    """Write pairs of scans again.
+
+    Args:
+        program: the flat step.
+        choices: pairs, as `find_pairs` gives them, and what is to be done to each.
+        aliases: (input, output) pairs of the program that share one buffer, because the input was donated.
+
+    Returns:
+        The program with the same inputs and outputs. Values of equations that were not touched keep their numbers.
+    """
+    splicing = _Splicing(program)
+    for pair, choice in choices:
+        splicing.write(pair, choice, aliases)
+    return splicing.result() if choices else program
+
+
+class _Splicing:
+    def __init__(self, program: Program):
+        self.program = program
+        self.avals = list(program.avals)
+        self.constants = {id(constant): value for value, constant in program.constants}
+        self.more_constants: list[tuple[int, Any]] = []
+        self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
+        self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
+
+    def write(self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]]) -> None:
+        program = self.program
+        update = find_update(program, pair, aliases) if choice.update else None
+        absorbed = set(update.equations) if update else set()
+        read_later = {x for x in program.outputs if not isinstance(x, Constant)}
+        for index, equation in enumerate(program.equations):
+            if index not in (pair.backward_index, *absorbed):
+                read_later.update(x for x in equation.inputs if not isinstance(x, Constant))
+        writer = PairWriter(program, pair, choice, recomputation(pair, choice), update, frozenset(read_later))
+
+        operands = _values(pair.forward.equation.inputs)
+
+        def forward(*values):
+            results, handed_over = writer.forward(dict(zip(operands, values, strict=True)))
+            return [*results, *handed_over]
+
+        made = self.trace(pair.forward_index, forward, operands)
+        results, handed_over = made[: len(writer.forward_results)], made[len(writer.forward_results) :]
+        self.rename(writer.forward_results, results)
+
+        reads = writer.reverse_operands
+
+        def reverse(*values):
+            return writer.reverse(dict(zip(reads, values[: len(reads)], strict=True)), values[len(reads) :])
+
+        self.rename(writer.reverse_results, self.trace(pair.backward_index, reverse, [*reads, *handed_over]))
+        for index in absorbed:
+            self.instead[index] = []
+
+    def trace(self, index: int, fun: Callable[..., list[Any]], operands: Sequence[Atom]) -> list[Atom]:
+        """Put what a function does in the place of an equation; gives the values of its results."""
+        old = self.program.equations[index]
+
+        def in_context(*values):
+            with compat.equation_context(old.source_info, old.context):
+                return fun(*values)
+
+        avals = [x.aval if isinstance(x, Constant) else self.avals[x] for x in operands]
+        closed = compat.without_dead_code(jax.make_jaxpr(in_context)(*avals))
+        part = inline(closed, keep_checkpoints=True)
+        number: dict[int, Atom] = dict(zip(part.inputs, operands, strict=True))
+        for value, constant in part.constants:
+            if id(constant) not in self.constants:
+                self.constants[id(constant)] = self.new_value(part.avals[value])
+                self.more_constants.append((self.constants[id(constant)], constant))
+            number[value] = self.constants[id(constant)]
+        equations = []
+        for equation in part.equations:
+            number.update((value, self.new_value(part.avals[value])) for value in equation.outputs)
+            equations.append(_renumbered(equation, number))
+        self.instead[index] = equations
+        return [x if isinstance(x, Constant) else number[x] for x in part.outputs]
+
+    def new_value(self, aval: Any) -> int:
+        self.avals.append(aval)
+        return len(self.avals) - 1
+
+    def rename(self, values: Sequence[int], atoms: Sequence[Atom]) -> None:
+        for value, atom in zip(values, atoms, strict=True):
+            aval = atom.aval if isinstance(atom, Constant) else self.avals[atom]
+            old = self.avals[value]
+            if (aval.shape, aval.dtype) != (old.shape, old.dtype):
+                raise ValueError(f"expected a value like {old.str_short()}, the rewritten loop makes {aval.str_short()}")
+            self.renamed[value] = atom
+
+    def result(self) -> Program:
+        equations = [
+            _renumbered(equation, self.renamed) for index in sorted(self.instead) for equation in self.instead[index]
+        ]
+        outputs = tuple(x if isinstance(x, Constant) else self.renamed.get(x, x) for x in self.program.outputs)
+        constants = (*self.program.constants, *self.more_constants)
+        return dataclasses.replace(
+            self.program,
+            avals=tuple(self.avals),
+            constants=constants,
+            equations=in_topological_order(equations, outputs),
+            outputs=outputs,
+        )
+
+
+def in_topological_order(equations: Sequence[Equation], outputs: Sequence[Atom]) -> tuple[Equation, ...]:
+    """Equations in their order, but each after those it reads from, without those that nothing needs."""
+    producer = {value: index for index, equation in enumerate(equations) for value in equation.outputs}
+    needed = {x for x in outputs if not isinstance(x, Constant)}
+    alive: set[int] = set()
+    stack = [producer[x] for x in needed if x in producer]
+    stack += [index for index, equation in enumerate(equations) if equation.effects]
+    while stack:
+        index = stack.pop()
+        if index not in alive:
+            alive.add(index)
+            stack.extend(producer[x] for x in _values(equations[index].inputs) if x in producer)
+    ordered: list[Equation] = []
+    done: set[int] = set()
+    for first in sorted(alive):
+        stack = [first]
+        while stack:
+            index = stack[-1]
+            missing = [producer[x] for x in _values(equations[index].inputs) if x in producer]
+            missing = [before for before in missing if before not in done]
+            if index in done or not missing:
+                stack.pop()
+                if index not in done:
+                    done.add(index)
+                    ordered.append(equations[index])
+            else:
+                stack.extend(sorted(missing, reverse=True))
+    return tuple(ordered)
+
+
+def _renumbered(equation: Equation, number: Mapping[int, Atom]) -> Equation:
+    inputs = tuple(x if isinstance(x, Constant) else number.get(x, x) for x in equation.inputs)
+    outputs = []
+    for value in equation.outputs:
+        named = number.get(value, value)
+        assert not isinstance(named, Constant)
+        outputs.append(named)
+    return dataclasses.replace(equation, inputs=inputs, outputs=tuple(outputs))
+
+
+def _values(atoms: Sequence[Atom]) -> list[int]:
+    return list(dict.fromkeys(x for x in atoms if not isinstance(x, Constant)))
