@@ -40,7 +40,10 @@ ELEMENTWISE = _named(_ELEMENTWISE_NAMES)
 REDUCTION = _named(_REDUCTION_NAMES)
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
 # Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
-_MOVES = _named("broadcast_in_dim concatenate copy iota name pad reshape rev slice squeeze stop_gradient transpose")
+_MOVES = _named(
+    "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
+    "stop_gradient transpose"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

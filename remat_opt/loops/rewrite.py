@@ -10,6 +10,7 @@ import jax
 
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
+from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import recomputation
 from remat_opt.loops.update import find_update
@@ -46,6 +47,7 @@ class _Splicing:
         self.constants = {id(constant): value for value, constant in program.constants}
         self.more_constants: list[tuple[int, Any]] = []
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
+        self.constant = constant_equations(program)
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
 
     def write(self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]]) -> None:
@@ -56,7 +58,9 @@ class _Splicing:
         for index, equation in enumerate(program.equations):
             if index not in (pair.backward_index, *absorbed):
                 read_later.update(x for x in equation.inputs if not isinstance(x, Constant))
-        writer = PairWriter(program, pair, choice, recomputation(pair, choice), update, frozenset(read_later))
+        writer = PairWriter(
+            program, pair, choice, recomputation(pair, choice), update, self.constant, frozenset(read_later)
+        )
 
         operands = _values(pair.forward.equation.inputs)
 
@@ -110,7 +114,9 @@ class _Splicing:
             aval = atom.aval if isinstance(atom, Constant) else self.avals[atom]
             old = self.avals[value]
             if (aval.shape, aval.dtype) != (old.shape, old.dtype):
-                raise ValueError(f"expected a value like {old.str_short()}, the rewritten loop makes {aval.str_short()}")
+                raise ValueError(
+                    f"expected a value like {old.str_short()}, the rewritten loop makes {aval.str_short()}"
+                )
             self.renamed[value] = atom
 
     def result(self) -> Program:

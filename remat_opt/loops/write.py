@@ -21,8 +21,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from remat_opt.loops.body import Atom, evaluate, read
+from remat_opt.loops.body import Atom, Loop, evaluate, read
 from remat_opt.loops.choice import LoopChoice
+from remat_opt.loops.constants import make_afresh
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation
 from remat_opt.loops.update import Update, update_slices
@@ -39,6 +40,7 @@ class PairWriter:
         choice: what is to be done.
         recomputation: what that means.
         update: what moves into the reverse loop, if anything.
+        constant: the program's `constant_equations`.
         read_later: values of the program that somebody reads; what nobody reads is not written.
     """
 
@@ -47,6 +49,7 @@ class PairWriter:
     choice: LoopChoice
     recomputation: Recomputation
     update: Update | None
+    constant: dict[int, int]
     read_later: frozenset[int]
 
     # The forward loop
@@ -69,7 +72,6 @@ class PairWriter:
         """
         loop = self.pair.forward
         kept = self.recomputation
-        constants = [read(atom, operands) for atom in loop.constants]
         first = [read(atom, operands) for atom in loop.first_carry]
         ys = [y for y in self.pair.kept_ys if loop.ys[y] in self.read_later]
         equations = range(len(loop.body.equations))
@@ -78,7 +80,8 @@ class PairWriter:
         def step(state, x):
             carry, slots = state
             step_number, *slices = x
-            environment = _environment(loop.body.inputs, [*constants, *carry, *slices])
+            constants = self.constants(loop, operands).values()
+            environment = dict(zip(loop.body.inputs, [*constants, *carry, *slices], strict=True))
             evaluate(loop.body, equations, environment)
             stacked = [read(loop.body_ys[y], environment) for y in ys]
             stacked += [environment[value] for value in kept.saved]
@@ -97,6 +100,15 @@ class PairWriter:
         )
         results = dict(zip((*loop.last_carry, *(loop.ys[y] for y in ys)), [*last, *stacked[: len(ys)]], strict=True))
         return [results[value] for value in self.forward_results], [*stacked[len(ys) :], *slots]
+
+    def constants(self, loop: Loop, operands: dict[int, Any]) -> dict[int, Any]:
+        """The constant operands of a loop by value of its body, those that depend on no input made afresh."""
+        fresh = make_afresh(self.program, self.constant, loop.constants)
+        return {
+            value: read(atom, operands if isinstance(atom, Constant) or atom not in fresh else fresh)
+            for value, atom in zip(loop.body_constants, loop.constants, strict=True)
+            if isinstance(atom, Constant) or atom in fresh or atom in operands
+        }
 
     @property
     def slots(self) -> int:
@@ -143,8 +155,10 @@ class PairWriter:
         kept = self.recomputation
         reads = kept.again.reads | kept.advance.reads
         own_xs = [x for at, x in enumerate(backward.xs) if at not in self.pair.consumed]
-        atoms: list[Atom] = [*backward.constants, *backward.first_carry, *own_xs]
-        atoms += [a for a, v in zip(forward.constants, forward.body_constants, strict=True) if v in reads]
+        constants = [*backward.constants]
+        constants += [a for a, v in zip(forward.constants, forward.body_constants, strict=True) if v in reads]
+        atoms: list[Atom] = [a for a in constants if isinstance(a, Constant) or a not in self.constant]
+        atoms += [*backward.first_carry, *own_xs]
         atoms += [a for a, v in zip(forward.xs, forward.body_xs, strict=True) if v in reads]
         atoms += [forward.ys[y] for y in kept.given.values()]
         if self.update:
@@ -303,11 +317,8 @@ class _ReverseLoop:
     def forward_environment(self, carry: dict[int, Any]) -> dict[int, Any]:
         """Constants and some carries of the forward body."""
         forward = self.pair.forward
-        environment = {forward.body_carry[at]: value for at, value in carry.items()}
-        for value, atom in zip(forward.body_constants, forward.constants, strict=True):
-            if isinstance(atom, Constant) or atom in self.operands:
-                environment[value] = read(atom, self.operands)
-        return environment
+        constants = self.writer.constants(forward, self.operands)
+        return constants | {forward.body_carry[at]: value for at, value in carry.items()}
 
     def step(self, state: Any, index: jax.Array, carries: list[Any], slices: Any) -> Any:
         """One step: the residuals again, the backward body, the update.
@@ -330,7 +341,7 @@ class _ReverseLoop:
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
         evaluate(pair.forward.body, kept.again.equations, again)
 
-        environment = {v: read(a, self.operands) for v, a in zip(backward.body_constants, backward.constants, strict=True)}  # fmt: skip
+        environment = self.writer.constants(backward, self.operands)
         environment |= dict(zip(backward.body_carry, cotangents, strict=True))
         environment |= of_backward | {v: given_now[a] for v, a in self.backward_in_place.items()}
         for at, y in pair.consumed.items():
@@ -361,10 +372,6 @@ class _ReverseLoop:
         values = lax.optimization_barrier([*carries, *(cotangents[at] for at in behind)])
         tied = dict(zip(behind, values[len(carries) :], strict=True))
         return values[: len(carries)], [tied.get(at, value) for at, value in enumerate(cotangents)]
-
-
-def _environment(names: Sequence[int], values: Sequence[Any]) -> dict[int, Any]:
-    return dict(zip(names, values, strict=True))
 
 
 def _slice(stack: Any, index: jax.Array) -> Any:
