@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from remat_opt.loops.body import Slice, slice_back
+from remat_opt.loops.body import Atom, Slice, slice_back
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.pairs import Pair
+from remat_opt.program.inline import Constant, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -18,7 +19,7 @@ class Recomputation:
         again: the equations that a step of the reverse loop repeats to have its residuals.
         carries: positions of the carries that `again` starts from.
         advance: two levels: the equations that a chunk repeats to have the carries of all of its steps.
-        advanced: two levels: positions of the carries that are handed on thereby; the first ones of each chunk are kept.
+        advanced: two levels: positions of the carries that are handed on so; the first ones of each chunk are kept.
         saved: values whose stacks are written beside the carries.
         given: values whose stacks are there anyway, with their position among the forward scan's `ys`.
     """
@@ -57,3 +58,35 @@ def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
 def _carries(pair: Pair, reads: Iterable[int]) -> tuple[int, ...]:
     reads = set(reads)
     return tuple(at for at, value in enumerate(pair.forward.body_carry) if value in reads)
+
+
+def joint_step(pair: Pair, again: Recomputation) -> Program:
+    """One step of the reverse loop as a program: what is repeated of the forward body, then the backward body.
+
+    Its inputs are what the step reads of stacks, carries and constants.
+    """
+    forward, backward = pair.forward.body, pair.backward.body
+    shift = len(forward.avals)
+    number: dict[int, Atom] = {value: value + shift for value in range(len(backward.avals))}
+    for at, y in pair.consumed.items():
+        number[pair.backward.body_xs[at]] = pair.forward.body_ys[y]
+
+    def renumbered(atom: Atom) -> Atom:
+        return atom if isinstance(atom, Constant) else number[atom]
+
+    equations = [forward.equations[index] for index in again.again.equations]
+    for equation in backward.equations:
+        outputs = tuple(value + shift for value in equation.outputs)
+        equations.append(dataclasses.replace(equation, inputs=tuple(map(renumbered, equation.inputs)), outputs=outputs))
+    own = [value for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]
+    given = {*again.again.reads, *(v for v in pair.residuals if v in (*again.saved, *again.given))}
+    return Program(
+        avals=(*forward.avals, *backward.avals),
+        inputs=(
+            *sorted(given),
+            *(value + shift for value in (*pair.backward.body_constants, *pair.backward.body_carry, *own)),
+        ),
+        constants=(*forward.constants, *((value + shift, constant) for value, constant in backward.constants)),
+        equations=tuple(equations),
+        outputs=tuple(map(renumbered, backward.outputs)),
+    )

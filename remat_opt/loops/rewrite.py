@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 
-from remat_opt.loops.body import Atom
+from remat_opt.loops.body import Atom, is_loop
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.pairs import Pair
@@ -21,23 +21,26 @@ from remat_opt.program.inline import Constant, Equation, Program, inline
 
 def rewrite_loops(
     program: Program,
-    choices: Sequence[tuple[Pair, LoopChoice]],
+    pairs: Sequence[Pair],
+    chosen: Iterable[tuple[int, LoopChoice]],
     aliases: Sequence[tuple[int, int]] = (),
 ) -> Program:
     """Write pairs of scans again.
 
     Args:
         program: the flat step.
-        choices: pairs, as `find_pairs` gives them, and what is to be done to each.
+        pairs: as `find_pairs` gives them.
+        chosen: for some of the pairs, by position, what is to be done.
         aliases: (input, output) pairs of the program that share one buffer, because the input was donated.
 
     Returns:
         The program with the same inputs and outputs. Values of equations that were not touched keep their numbers.
     """
     splicing = _Splicing(program)
-    for pair, choice in choices:
-        splicing.write(pair, choice, aliases)
-    return splicing.result() if choices else program
+    chosen = tuple(chosen)
+    for at, choice in chosen:
+        splicing.write(pairs[at], choice, aliases)
+    return splicing.result() if chosen else program
 
 
 class _Splicing:
@@ -48,6 +51,7 @@ class _Splicing:
         self.more_constants: list[tuple[int, Any]] = []
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
         self.constant = constant_equations(program)
+        self.run_once: set[int] = set()
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
 
     def write(self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]]) -> None:
@@ -102,6 +106,8 @@ class _Splicing:
         for equation in part.equations:
             number.update((value, self.new_value(part.avals[value])) for value in equation.outputs)
             equations.append(_renumbered(equation, number))
+            if is_loop(equation):
+                self.run_once.update(equations[-1].outputs)
         self.instead[index] = equations
         return [x if isinstance(x, Constant) else number[x] for x in part.outputs]
 
@@ -130,6 +136,7 @@ class _Splicing:
             avals=tuple(self.avals),
             constants=constants,
             equations=in_topological_order(equations, outputs),
+            run_once=self.program.run_once | self.run_once,
             outputs=outputs,
         )
 

@@ -69,7 +69,7 @@ def find_update(program: Program, pair: Pair, aliases: Sequence[tuple[int, int]]
         pair: the loops.
         aliases: (input, output) pairs of the program that share one buffer.
     """
-    return _Search(program, pair, dict((output, given) for given, output in aliases)).run()
+    return _Search(program, pair, {output: given for given, output in aliases}).run()
 
 
 class _Search:
