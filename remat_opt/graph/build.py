@@ -83,10 +83,10 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
             constant_equations.update(dict.fromkeys(equation.outputs, index))
             continue
         op = _op(program, equation, rates, constant_equations)
-        if equation.primitive is P.scan_p:
+        if space := workspace_of_loops(equation.primitive, equation.params, rates):
             # A value that nobody reads stands for what a step of the loop needs while it runs.
             op = dataclasses.replace(op, outputs=(*op.outputs, len(sizes)))
-            sizes.append(step_bytes(equation, rates))
+            sizes.append(space)
         ops.append(op)
         equation_of.append(index)
     unfused = Graph(
@@ -131,9 +131,15 @@ def _op(program: Program, equation: Equation, rates: Rates, constants: dict[int,
     )
 
 
-def step_bytes(equation: Equation, rates: Rates) -> int:
-    """The most temporary bytes that one step of a loop needs, beside its operands and results."""
-    return peak_as_written(inline(equation.params["jaxpr"], keep_checkpoints=True), rates)
+def workspace_of_loops(primitive: Any, params: dict[str, Any], rates: Rates) -> int:
+    """The most temporary bytes that one step of a loop needs, beside its operands and results.
+
+    Of a region that holds loops it is that of the loop that needs most.
+    """
+    if primitive is P.scan_p:
+        return peak_as_written(inline(params["jaxpr"], keep_checkpoints=True), rates)
+    inner = [equation for jaxpr in compat.jaxprs_in(params) for equation in compat.bare_jaxpr(jaxpr).eqns]
+    return max((workspace_of_loops(equation.primitive, equation.params, rates) for equation in inner), default=0)
 
 
 def peak_as_written(program: Program, rates: Rates) -> int:

@@ -7,7 +7,7 @@ import functools
 import math
 from collections.abc import Iterable, Sequence
 
-from remat_opt.graph.build import Bridge, build, bytes_of, flops_of, peak_as_written, step_bytes
+from remat_opt.graph.build import Bridge, build, bytes_of, flops_of, peak_as_written, workspace_of_loops
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.loops.choice import LoopChoice
@@ -113,7 +113,8 @@ class _Costs:
 
     @functools.cached_property
     def as_given_peak(self) -> int:
-        return step_bytes(self.pair.backward.equation, self.rates)
+        backward = self.pair.backward.equation
+        return workspace_of_loops(backward.primitive, backward.params, self.rates)
 
     def option(self, choice: LoopChoice) -> Option:
         loop, again = self.pair.forward, recomputation(self.pair, choice)

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from remat_opt.loops.body import Atom, is_loop
+from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.pairs import Pair
@@ -81,7 +81,14 @@ class _Splicing:
         def reverse(*values):
             return writer.reverse(dict(zip(reads, values[: len(reads)], strict=True)), values[len(reads) :])
 
-        self.rename(writer.reverse_results, self.trace(pair.backward_index, reverse, [*reads, *handed_over]))
+        def in_one_equation(*values):
+            # Two levels are two loops, which hand stacks from one to the other in place: one operation to all others.
+            jaxpr = compat.without_dead_code(jax.make_jaxpr(reverse)(*values))
+            free = [*compat.constants_of(jaxpr), *values]
+            return compat.bind_remat(compat.open_jaxpr(jaxpr), free, [False] * len(free), None)
+
+        written = reverse if choice.chunk is None else in_one_equation
+        self.rename(writer.reverse_results, self.trace(pair.backward_index, written, [*reads, *handed_over]))
         for index in absorbed:
             self.instead[index] = []
 
@@ -106,7 +113,7 @@ class _Splicing:
         for equation in part.equations:
             number.update((value, self.new_value(part.avals[value])) for value in equation.outputs)
             equations.append(_renumbered(equation, number))
-            if is_loop(equation):
+            if compat.jaxprs_in(equation.params):
                 self.run_once.update(equations[-1].outputs)
         self.instead[index] = equations
         return [x if isinstance(x, Constant) else number[x] for x in part.outputs]

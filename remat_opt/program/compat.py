@@ -165,6 +165,11 @@ def without_dead_code(closed: Any) -> Any:
     return ClosedJaxpr(alive, constants_of(closed))
 
 
+def open_jaxpr(closed: Any) -> Any:
+    """A closed jaxpr as an open one, whose constants lead its inputs."""
+    return _partial_eval.convert_constvars_jaxpr(bare_jaxpr(closed))
+
+
 def outside_of_any_trace() -> bool:
     """Whether no jit, grad, vmap or scan is being traced on this thread."""
     return _core.trace_state_clean()
