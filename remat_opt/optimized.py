@@ -27,11 +27,12 @@ import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
 from remat_opt.plan import Plan
-from remat_opt.planning import Decision, Prepared, Settings, decide, prepare, run_as_given, runs_as_given
+from remat_opt.planning import Decision, Prepared, decide, prepare, run_as_given, runs_as_given
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
+from remat_opt.settings import Settings
 from remat_opt.targets import Figures, Target, measure_flat, read_figures, resolve_target
 from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
 from remat_opt.write.differentiable import with_derivative_of

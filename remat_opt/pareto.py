@@ -8,8 +8,9 @@ from typing import Any
 
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
-from remat_opt.planning import Prepared, Settings, decision_of
+from remat_opt.planning import Prepared, decision_of
 from remat_opt.search import SOLVERS, Solution
+from remat_opt.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)

@@ -66,6 +66,7 @@ class Plan:
         saved_digest: of the saved set that the schedule was made for.
         loops: for pairs of forward and backward loops, by position, how they are written; the schedule is of the
             program with its loops written so.
+        loop_bodies: how many bodies of loops were written again, for the least memory.
     """
 
     fingerprint: str
@@ -84,11 +85,12 @@ class Plan:
     note: str = ""
     saved_digest: str = ""
     loops: tuple[tuple[int, LoopChoice], ...] = ()
+    loop_bodies: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is recomputed: the step runs as it was given."""
-        return not self.schedule.recomputed and not self.loops
+        return not self.schedule.recomputed and not self.loops and not self.loop_bodies
 
     @property
     def edited(self) -> bool:
@@ -122,6 +124,7 @@ class Plan:
                 {"pair": at, "saved": sorted(loop.saved), "chunk": loop.chunk, "update": loop.update}
                 for at, loop in self.loops
             ],
+            "loop_bodies": self.loop_bodies,
         }
         document["schedule_digest"] = _digest_of(document["choice"], document["schedule"], document["loops"])
         return json.dumps(document, indent=1)
@@ -186,6 +189,7 @@ class Plan:
                 (loop["pair"], LoopChoice(frozenset(map(int, loop["saved"])), loop["chunk"], loop["update"]))
                 for loop in document["loops"]
             ),
+            loop_bodies=int(document["loop_bodies"]),
         )
 
     def save(self, path: str | Path) -> None:

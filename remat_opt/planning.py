@@ -15,21 +15,22 @@ from typing import Any
 import jax
 import jaxlib
 
-from remat_opt.budget import Budget, InfeasibleBudget, parse_budget
+from remat_opt.budget import InfeasibleBudget
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
+from remat_opt.looping import write_loops
 from remat_opt.loops.choose import LoopChoices, choose
 from remat_opt.loops.pairs import find_pairs
-from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.plan import Plan, PlanError, Prediction, check_fit, digest
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.names import name_values
 from remat_opt.search import SOLVERS, Problem, Solution
-from remat_opt.targets import Figures, Target, resolve_target
+from remat_opt.settings import Settings
+from remat_opt.targets import Figures, Target
 from remat_opt.version import __version__
 from remat_opt.write.train_step import write
 
@@ -39,47 +40,6 @@ TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is 
 
 Measure = Callable[["Prepared", "Solution | None"], Figures]
 """Compile the step with a solution (None: as it was given) for the target and read the compiler's figures."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The arguments of `optimize`, checked."""
-
-    budget: Budget
-    asked_budget: int | float | str | None
-    target: str | Target | None
-    solver: str
-    plan: Plan | None
-    verify: bool
-    keep_user_checkpoints: bool
-    on_error: str
-
-
-def check_settings(
-    *,
-    budget: int | float | str | None,
-    target: str | Target | None,
-    solver: str,
-    plan: Plan | None,
-    verify: bool,
-    keep_user_checkpoints: bool,
-    on_error: str,
-) -> Settings:
-    """Read and check what a user wrote; see `optimize` for the errors."""
-    if solver not in SOLVERS:
-        raise ValueError(f"expected a solver among {', '.join(map(repr, sorted(SOLVERS)))}; got {solver!r}")
-    if on_error not in ("raise", "plain"):
-        raise ValueError(f"expected on_error='raise' or on_error='plain'; got {on_error!r}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"expected a Plan, as step.plan(*args) or Plan.load(path) gives it; got {type(plan).__name__}")
-    if plan is not None and budget is not None:
-        raise ValueError(
-            f"expected a plan or a budget, got both (budget={budget!r}): a plan is what was found for its own budget. "
-            "Write optimize(fun, plan=plan), or optimize(fun, budget=...) to search again"
-        )
-    if target is not None:
-        resolve_target(target)  # an unknown name is an error now, not at the first call
-    return Settings(parse_budget(budget), budget, target, solver, plan, verify, keep_user_checkpoints, on_error)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -105,17 +65,24 @@ class Prepared:
     def with_loops(self, limit: int | None, keep_checkpoints: bool = False) -> Prepared:
         """The same step with its loops written again, for at most `limit` bytes; the step as it is where none is."""
         program, aliases = self.captured.program, self.bridge.graph.aliases
-        rates = Rates(self.target.bandwidth, self.target.flops)
-        return self.with_chosen_loops(choose(program, rates, aliases, limit, keep_checkpoints=keep_checkpoints))
+        loops = choose(program, self.rates, aliases, limit, keep_checkpoints=keep_checkpoints)
+        return self.with_chosen_loops(loops, limit is None or self.as_given > limit, keep_checkpoints)
 
-    def with_chosen_loops(self, loops: LoopChoices) -> Prepared:
-        """The same step with its loops written as was chosen."""
-        if not loops.chosen:
+    def with_chosen_loops(self, loops: LoopChoices, inside: bool, keep_checkpoints: bool = False) -> Prepared:
+        """The same step with its loops written as was chosen, and with `inside` their bodies, too."""
+        given, aliases = self.captured.program, self.bridge.graph.aliases
+        program, loops = write_loops(
+            given, loops, aliases, self.rates, inside=inside, keep_checkpoints=keep_checkpoints
+        )
+        if program is given:
             return dataclasses.replace(self, loops=loops)
-        program, aliases = self.captured.program, self.bridge.graph.aliases
-        program = rewrite_loops(program, loops.pairs, loops.chosen, aliases)
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
         return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
+
+    @property
+    def rates(self) -> Rates:
+        """What the target can do."""
+        return Rates(self.target.bandwidth, self.target.flops)
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -367,7 +334,9 @@ class _Decider:
         check_fit(plan, self.given.fingerprint, self.given.inputs, len(self.given.captured.program.equations))
         try:
             found = find_pairs(self.given.captured.program, keep_checkpoints=self.settings.keep_user_checkpoints)
-            self.prepared = self.given.with_chosen_loops(LoopChoices(found.pairs, plan.loops, (), found.left))
+            loops = LoopChoices(found.pairs, plan.loops, (), found.left)
+            keep_checkpoints = self.settings.keep_user_checkpoints
+            self.prepared = self.given.with_chosen_loops(loops, plan.loop_bodies > 0, keep_checkpoints)
             solution = self.solution_of(plan)
         except (ValueError, IndexError, KeyError) as error:
             if isinstance(error, PlanError):
@@ -441,6 +410,7 @@ class _Decider:
             versions=versions(),
             note=note,
             loops=prepared.loops.chosen if prepared.given and prepared.loops else (),
+            loop_bodies=prepared.loops.inside if prepared.given and prepared.loops else 0,
         )
         return Decision(prepared, solution, plan)
 

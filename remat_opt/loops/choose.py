@@ -36,12 +36,14 @@ class LoopChoices:
         chosen: for pairs that are written again, by their position, what is done to them.
         options: the pairs with all their options.
         left: for each loop that has to stay as it is, the reason.
+        inside: how many bodies of loops were written again, with their own pairs and segments.
     """
 
     pairs: tuple[Pair, ...]
     chosen: tuple[tuple[int, LoopChoice], ...]
     options: tuple[PairOptions, ...]
     left: tuple[str, ...]
+    inside: int = 0
 
     @property
     def extra_flops(self) -> float:

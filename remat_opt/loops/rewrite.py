@@ -36,14 +36,16 @@ def rewrite_loops(
     Returns:
         The program with the same inputs and outputs. Values of equations that were not touched keep their numbers.
     """
-    splicing = _Splicing(program)
+    splicing = Splicing(program)
     chosen = tuple(chosen)
     for at, choice in chosen:
-        splicing.write(pairs[at], choice, aliases)
+        splicing.write_pair(pairs[at], choice, aliases)
     return splicing.result() if chosen else program
 
 
-class _Splicing:
+class Splicing:
+    """A program in which some equations are replaced by what functions do, traced."""
+
     def __init__(self, program: Program):
         self.program = program
         self.avals = list(program.avals)
@@ -54,7 +56,7 @@ class _Splicing:
         self.run_once: set[int] = set()
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
 
-    def write(self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]]) -> None:
+    def write_pair(self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]]) -> None:
         program = self.program
         update = find_update(program, pair, aliases) if choice.update else None
         absorbed = set(update.equations) if update else set()
@@ -66,7 +68,7 @@ class _Splicing:
             program, pair, choice, recomputation(pair, choice), update, self.constant, frozenset(read_later)
         )
 
-        operands = _values(pair.forward.equation.inputs)
+        operands = values_among(pair.forward.equation.inputs)
 
         def forward(*values):
             results, handed_over = writer.forward(dict(zip(operands, values, strict=True)))
@@ -93,7 +95,16 @@ class _Splicing:
             self.instead[index] = []
 
     def trace(self, index: int, fun: Callable[..., list[Any]], operands: Sequence[Atom]) -> list[Atom]:
-        """Put what a function does in the place of an equation; gives the values of its results."""
+        """Put what a function does in the place of an equation.
+
+        Args:
+            index: which equation.
+            fun: takes one value for each of `operands`.
+            operands: values of the program, also new ones.
+
+        Returns:
+            The values of the function's results.
+        """
         old = self.program.equations[index]
 
         def in_context(*values):
@@ -122,6 +133,11 @@ class _Splicing:
         self.avals.append(aval)
         return len(self.avals) - 1
 
+    def replace(self, index: int, fun: Callable[..., list[Any]]) -> None:
+        """Put a function of an equation's non-literal operands in its place; it gives what the equation gave."""
+        old = self.program.equations[index]
+        self.rename(old.outputs, self.trace(index, fun, values_among(old.inputs)))
+
     def rename(self, values: Sequence[int], atoms: Sequence[Atom]) -> None:
         for value, atom in zip(values, atoms, strict=True):
             aval = atom.aval if isinstance(atom, Constant) else self.avals[atom]
@@ -133,6 +149,7 @@ class _Splicing:
             self.renamed[value] = atom
 
     def result(self) -> Program:
+        """The program with all that was put into it."""
         equations = [
             _renumbered(equation, self.renamed) for index in sorted(self.instead) for equation in self.instead[index]
         ]
@@ -159,14 +176,14 @@ def in_topological_order(equations: Sequence[Equation], outputs: Sequence[Atom])
         index = stack.pop()
         if index not in alive:
             alive.add(index)
-            stack.extend(producer[x] for x in _values(equations[index].inputs) if x in producer)
+            stack.extend(producer[x] for x in values_among(equations[index].inputs) if x in producer)
     ordered: list[Equation] = []
     done: set[int] = set()
     for first in sorted(alive):
         stack = [first]
         while stack:
             index = stack[-1]
-            missing = [producer[x] for x in _values(equations[index].inputs) if x in producer]
+            missing = [producer[x] for x in values_among(equations[index].inputs) if x in producer]
             missing = [before for before in missing if before not in done]
             if index in done or not missing:
                 stack.pop()
@@ -188,5 +205,6 @@ def _renumbered(equation: Equation, number: Mapping[int, Atom]) -> Equation:
     return dataclasses.replace(equation, inputs=inputs, outputs=tuple(outputs))
 
 
-def _values(atoms: Sequence[Atom]) -> list[int]:
+def values_among(atoms: Sequence[Atom]) -> list[int]:
+    """The operands that are no literals, each once."""
     return list(dict.fromkeys(x for x in atoms if not isinstance(x, Constant)))
