@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 from remat_opt.graph.build import Bridge, build, bytes_of, flops_of, peak_as_written, workspace_of_loops
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
+from remat_opt.loops.body import slice_back
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import joint_step, recomputation
@@ -121,7 +122,10 @@ class _Costs:
         length = self.pair.length
         kept = length * self.body_bytes(again.saved)
         transient = peak_as_written(joint_step(self.pair, again), self.rates) + self.gradient_bytes(choice.update)
-        repeats = [(length, again.again.equations)]
+        # The first run leaves out what only the residuals needed.
+        kept_ys = [loop.body_ys[y] for y in self.pair.kept_ys]
+        first = slice_back(loop, [*loop.next_carry, *kept_ys, *again.saved]).equations
+        repeats = [(length, again.again.equations), (length, first), (-length, tuple(range(len(self.flops))))]
         if choice.chunk is None:
             kept += length * self.body_bytes(loop.body_carry[at] for at in again.carries)
         else:

@@ -153,11 +153,11 @@ def _opposite(forward: Equation, backward: Equation) -> bool:
 
 
 def _reason_to_leave(equation: Equation) -> str | None:
-    if equation.effects:
-        return EFFECTS
     jaxpr = compat.bare_jaxpr(equation.params["jaxpr"])
     if any(compat.is_reference(aval) for aval in _all_avals(jaxpr)):
         return REFERENCES
+    if equation.effects:
+        return EFFECTS
     if _offloads(jaxpr):
         return OFFLOADED
     return None
