@@ -189,6 +189,7 @@ class _Decider:
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
         self.given = prepared.given or prepared
         self.prepared = prepared
+        self.loops = prepared.loops
         self.settings = settings
         self.compile = measure
         self.plain_figures: Figures | None = None
@@ -196,6 +197,7 @@ class _Decider:
     def search(self, limit: int | None) -> Solution:
         started = time.perf_counter()
         self.prepared = self.given.with_loops(limit, self.settings.keep_user_checkpoints)
+        self.loops = self.prepared.loops
         solution = SOLVERS[self.settings.solver](self.prepared.problem, limit)
         self.spend("search", started)
         return solution
@@ -393,6 +395,7 @@ class _Decider:
             extra_seconds=graph.seconds - given.seconds + solution.extra_seconds,
         )
         saved = tuple(names[value] for value in sorted(names))
+        said = self.loops.summary(written=prepared.given is not None) if self.loops else ""
         plan = Plan(
             fingerprint=prepared.fingerprint,
             inputs=prepared.inputs,
@@ -408,7 +411,7 @@ class _Decider:
             measured=measured,
             plain_measured=self.plain_figures,
             versions=versions(),
-            note=note,
+            note="; ".join(filter(None, (note, said))),
             loops=prepared.loops.chosen if prepared.given and prepared.loops else (),
             loop_bodies=prepared.loops.inside if prepared.given and prepared.loops else 0,
         )

@@ -328,6 +328,17 @@ def gradient_norm_reported():
     return reporting, ((layers(),), normal(8, BATCH, WIDTH))
 
 
+def shared_layers():
+    """Two loops over the same weights, so that the update needs the gradients of both."""
+
+    def loss(p, x):
+        one, _ = lax.scan(lambda h, w: (block(w, h), None), x, p)
+        other, _ = lax.scan(lambda h, w: (block(w, jnp.sin(h)), None), x, p, reverse=True)
+        return (one * other).mean()
+
+    return step_of(loss, layers(), normal(8, BATCH, WIDTH), tx=optax.adam(1e-2))
+
+
 MODELS = {
     "last hidden state": last_hidden,
     "all hidden states": all_hidden,
@@ -344,6 +355,7 @@ MODELS = {
     "layers, clipped by the global norm": functools.partial(
         over_layers, block, tx=optax.chain(optax.clip_by_global_norm(0.1), optax.adam(1e-2))
     ),
+    "layers, shared": shared_layers,
     "layers, lamb": functools.partial(over_layers, block, tx=optax.lamb(1e-2)),
     "layers, norm reported": gradient_norm_reported,
     "mixed precision": mixed_precision,

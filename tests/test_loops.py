@@ -265,10 +265,11 @@ def test_optimize_trains_a_recurrent_network_in_less_memory():
     temporary = [f.lower(*arguments).compile().memory_analysis().temp_size_in_bytes for f in (plain, optimized)]
     assert temporary[1] < 0.2 * temporary[0]
     one, other = arguments[0], jax.tree.map(jnp.array, arguments[0])
+    expected = found = None
     for _ in range(3):
         one, expected = plain(one, *arguments[1:])
         other, found = optimized(other, *arguments[1:])
-    np.testing.assert_array_equal(expected, found)
+        np.testing.assert_array_equal(expected, found)
     jax.tree.map(np.testing.assert_array_equal, one, other)
 
 

@@ -17,6 +17,8 @@ from remat_opt.program.capture import capture
 RATES = Rates(4e12, {"float32": 6e13})
 # XLA:CPU fuses these bodies' reductions otherwise when they stand in another loop.
 WITHIN_ROUNDING = {"nested", "linear algebra"}
+# jax 0.12 fuses adamw's update of a slice otherwise than that of a stack.
+UPDATE_WITHIN_ROUNDING = {"layers, adamw", "mixed precision"}
 WITHOUT_PAIRS = {"micro-batches"}
 CHOICES = {"one level": LoopChoice(), "two levels": LoopChoice(chunk=3, update=True)}
 
@@ -70,7 +72,7 @@ def test_values(name, how, as_given):
     ]
     results = run(program, leaves)
     for one, other in zip(expected, results, strict=True):
-        if name in WITHIN_ROUNDING:
+        if name in WITHIN_ROUNDING or (name in UPDATE_WITHIN_ROUNDING and how == "two levels"):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
         else:
             np.testing.assert_array_equal(one, other)

@@ -20,6 +20,12 @@ class LoopChoice:
     chunk: int | None = None
     update: bool = False
 
+    @property
+    def steps_in_chunk(self) -> int:
+        """`chunk`, where there are two levels."""
+        assert self.chunk is not None
+        return self.chunk
+
     def __post_init__(self):
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"expected a chunk of at least 1 step, got {self.chunk}; write chunk=None for one level")

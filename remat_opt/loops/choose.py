@@ -45,6 +45,17 @@ class LoopChoices:
     left: tuple[str, ...]
     inside: int = 0
 
+    def summary(self, *, written: bool) -> str:
+        """A sentence on what was done to the loops, empty where there are none."""
+        said = []
+        if written and self.chosen:
+            said.append(f"{len(self.chosen)} of {len(self.pairs)} pairs of loops written again")
+        if written and self.inside:
+            said.append(f"{self.inside} bodies of loops written again")
+        for reason in dict.fromkeys(self.left):
+            said.append(f"{self.left.count(reason)} left as it is: {reason}")
+        return ", ".join(said)
+
     @property
     def extra_flops(self) -> float:
         """FLOPs beyond those of the loops as they are."""
@@ -77,7 +88,7 @@ def choose(
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
     """
     found = find_pairs(program, keep_checkpoints=keep_checkpoints)
-    options = tuple(pair_options(program, pair, rates, aliases) for pair in found.pairs)
+    options = tuple(pair_options(program, pair, rates, aliases, found.pairs) for pair in found.pairs)
     flops = sum(flops_of(equation, program) for equation in program.equations)
     share = flops / (sum(one.flops for one in options) or 1.0)
     picked = [least_bytes(one, share) for one in options] if budget is None else within_budget(options, budget)

@@ -14,7 +14,7 @@ from remat_opt.loops.body import slice_back
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import joint_step, recomputation
-from remat_opt.loops.update import find_update
+from remat_opt.loops.update import Update, find_update
 from remat_opt.program.inline import Program
 
 MOST_SAVED_SETS = 8
@@ -63,7 +63,13 @@ class PairOptions:
     seconds: float
 
 
-def pair_options(program: Program, pair: Pair, rates: Rates, aliases: Sequence[tuple[int, int]] = ()) -> PairOptions:
+def pair_options(
+    program: Program,
+    pair: Pair,
+    rates: Rates,
+    aliases: Sequence[tuple[int, int]] = (),
+    pairs: Sequence[Pair] = (),
+) -> PairOptions:
     """List what can be done to a pair.
 
     Args:
@@ -71,16 +77,17 @@ def pair_options(program: Program, pair: Pair, rates: Rates, aliases: Sequence[t
         pair: two of its scans.
         rates: the target.
         aliases: (input, output) pairs of the program that share one buffer.
+        pairs: all pairs of the program.
     """
-    return _Costs(program, pair, rates, aliases).options()
+    return _Costs(pair, program, rates, find_update(program, pair, aliases, pairs)).options()
 
 
 class _Costs:
-    def __init__(self, program: Program, pair: Pair, rates: Rates, aliases: Sequence[tuple[int, int]]):
+    def __init__(self, pair: Pair, program: Program, rates: Rates, update: Update | None):
         self.program = program
         self.pair = pair
         self.rates = rates
-        self.update = find_update(program, pair, aliases)
+        self.update = update
         loop = pair.forward
         graph = self.forward_bridge.graph
         self.flops = [flops_of(equation, loop.body) for equation in loop.body.equations]

@@ -103,7 +103,9 @@ def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
             continue
         gained: dict[int, int] = {}
         for x in _xs(backward):
-            maker = makers.get(x) if not isinstance(x, Constant) else None
+            if isinstance(x, Constant):
+                continue
+            maker = makers.get(x)
             if maker is not None and _opposite(program.equations[maker], backward) and maker not in taken:
                 own = users[x] == {index} and x not in returned
                 gained[maker] = gained.get(maker, 0) + (bytes_of(program.avals[x]) if own else 0)

@@ -36,13 +36,13 @@ class ReverseLoop:
         self.forward_stacks |= {value: operands[forward.ys[y]] for value, y in self.kept.given.items()}
         given_xs = [(v, a) for v, a in zip(forward.body_xs, forward.xs, strict=True) if v in reads]
         self.overwritten = set(self.in_place.values())
-        self.forward_in_place = {v: a for v, a in given_xs if a in self.overwritten}
+        self.forward_in_place = {v: a for v, a in given_xs if isinstance(a, int) and a in self.overwritten}
         self.forward_stacks |= {
             v: read(a, operands) for v, a in given_xs if a not in self.overwritten and v not in self.forward_stacks
         }
         own = {v: a for at, (v, a) in enumerate(zip(backward.body_xs, backward.xs, strict=True))
                if at not in self.pair.consumed}  # fmt: skip
-        self.backward_in_place = {v: a for v, a in own.items() if a in self.overwritten}
+        self.backward_in_place = {v: a for v, a in own.items() if isinstance(a, int) and a in self.overwritten}
         self.backward_stacks = {v: read(a, operands) for v, a in own.items() if a not in self.overwritten}
         update = writer.update
         self.update_stacks = {v: operands[v] for v in update.stacks if v not in self.overwritten} if update else {}
@@ -75,8 +75,7 @@ class ReverseLoop:
         return last, stacked, in_place
 
     def in_two_levels(self) -> tuple[list[Any], list[Any], list[Any]]:
-        writer, chunk = self.writer, self.writer.choice.chunk
-        assert chunk is not None
+        writer, chunk = self.writer, self.writer.choice.steps_in_chunk
         avals = [writer.program.avals[value] for value in writer.stacked_results]
         state = (*self.first_state, [jnp.zeros(aval.shape, aval.dtype) for aval in avals])
         whole = jnp.arange(writer.whole_chunks, dtype=jnp.int32)
@@ -92,8 +91,7 @@ class ReverseLoop:
 
     def index_of(self, number: jax.Array, step: jax.Array) -> jax.Array:
         """Where in the stacks a step of a chunk is."""
-        chunk = self.writer.choice.chunk
-        position = number * chunk + step
+        position = number * self.writer.choice.steps_in_chunk + step
         return self.pair.length - 1 - position if self.pair.forward.reverse else position
 
     def in_reverse(self, state: Any, number: jax.Array, length: int, carries: Sequence[Any]) -> Any:
@@ -125,8 +123,7 @@ class ReverseLoop:
             number: which chunk.
             in_place: the stacks that are updated in place.
         """
-        forward, kept, chunk = self.pair.forward, self.kept, self.writer.choice.chunk
-        assert chunk is not None
+        forward, kept, chunk = self.pair.forward, self.kept, self.writer.choice.steps_in_chunk
         given_now = dict(zip(self.in_place.values(), in_place, strict=True))
         reads = kept.advance.reads
         stacks = {v: stack for v, stack in self.forward_stacks.items() if v in reads}

@@ -39,7 +39,7 @@ def rewrite_loops(
     splicing = Splicing(program)
     chosen = tuple(chosen)
     for at, choice in chosen:
-        splicing.write_pair(pairs[at], choice, aliases)
+        splicing.write_pair(pairs[at], choice, aliases, pairs)
     return splicing.result() if chosen else program
 
 
@@ -56,9 +56,12 @@ class Splicing:
         self.run_once: set[int] = set()
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
 
-    def write_pair(self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]]) -> None:
+    def write_pair(
+        self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]], pairs: Sequence[Pair]
+    ) -> None:
+        """Put a pair's two loops in the place of its scans."""
         program = self.program
-        update = find_update(program, pair, aliases) if choice.update else None
+        update = find_update(program, pair, aliases, pairs) if choice.update else None
         absorbed = set(update.equations) if update else set()
         read_later = {x for x in program.outputs if not isinstance(x, Constant)}
         for index, equation in enumerate(program.equations):
@@ -150,6 +153,10 @@ class Splicing:
 
     def result(self) -> Program:
         """The program with all that was put into it."""
+        for value, atom in self.renamed.items():  # what holds a value now may be a result that was renamed itself
+            while not isinstance(atom, Constant) and atom in self.renamed:
+                atom = self.renamed[atom]
+            self.renamed[value] = atom
         equations = [
             _renumbered(equation, self.renamed) for index in sorted(self.instead) for equation in self.instead[index]
         ]

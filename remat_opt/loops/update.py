@@ -61,19 +61,22 @@ class Update:
     in_place: Mapping[int, int]
 
 
-def find_update(program: Program, pair: Pair, aliases: Sequence[tuple[int, int]]) -> Update | None:
+def find_update(
+    program: Program, pair: Pair, aliases: Sequence[tuple[int, int]], pairs: Sequence[Pair] = ()
+) -> Update | None:
     """What of a program can move into the backward scan of a pair; None where nothing would be gained.
 
     Args:
         program: the flat step.
         pair: the loops.
         aliases: (input, output) pairs of the program that share one buffer.
+        pairs: all loops of the program; what needs results of two of them stays outside of both.
     """
-    return _Search(program, pair, {output: given for given, output in aliases}).run()
+    return _Search(program, pair, {output: given for given, output in aliases}, pairs).run()
 
 
 class _Search:
-    def __init__(self, program: Program, pair: Pair, given_of: dict[int, int]):
+    def __init__(self, program: Program, pair: Pair, given_of: dict[int, int], pairs: Sequence[Pair]):
         self.program = program
         self.pair = pair
         self.given_of = given_of
@@ -84,13 +87,15 @@ class _Search:
             self.producer.update(dict.fromkeys(equation.outputs, index))
             for x in _values(equation):
                 self.users.setdefault(x, set()).add(index)
-        self.behind = self.dependent_on(pair.backward_index)
+        loops = {pair.backward_index, *(other.backward_index for other in pairs)}
+        self.behind = self.dependent_on(loops)
 
-    def dependent_on(self, start: int) -> set[int]:
-        """Values that need the results of one equation."""
-        found = set(self.program.equations[start].outputs)
-        for equation in self.program.equations[start + 1 :]:
-            if not found.isdisjoint(_values(equation)):
+    def dependent_on(self, loops: Collection[int]) -> set[int]:
+        """Values that need the results of one of some equations, or of an effect that comes after this loop."""
+        found: set[int] = set()
+        for index, equation in enumerate(self.program.equations):
+            late_effect = equation.effects and index > self.pair.backward_index
+            if index in loops or late_effect or not found.isdisjoint(_values(equation)):
                 found.update(equation.outputs)
         return found
 

@@ -124,18 +124,16 @@ class PairWriter:
     @property
     def whole_chunks(self) -> int:
         """Two levels: how many chunks come before the last one."""
-        assert self.choice.chunk is not None
-        return (self.pair.length - 1) // self.choice.chunk
+        return (self.pair.length - 1) // self.choice.steps_in_chunk
 
     @property
     def last_chunk(self) -> int:
         """Two levels: steps of the last chunk."""
-        assert self.choice.chunk is not None
-        return self.pair.length - self.whole_chunks * self.choice.chunk
+        return self.pair.length - self.whole_chunks * self.choice.steps_in_chunk
 
     def place_of(self, step_number: jax.Array) -> jax.Array:
         """Where a step's carry is kept if it is a chunk's first; there is one place more for all others."""
-        chunk = self.choice.chunk
+        chunk = self.choice.steps_in_chunk
         first_of_chunk = (step_number % chunk == 0) & (step_number < chunk * self.whole_chunks)
         return jnp.where(first_of_chunk, step_number // chunk, self.whole_chunks)
 
