@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-LENGTH, BATCH, WIDTH = 7, 2, 4
+LENGTH, BATCH, WIDTH = 8, 2, 4
 
 
 def normal(seed, *shape, dtype=jnp.float32):
