@@ -304,3 +304,49 @@ def test_a_gradient_inside_a_scan_is_divided_into_segments_there():
     temporary = [f.lower(*arguments).compile().memory_analysis().temp_size_in_bytes for f in (plain, optimized)]
     assert temporary[1] < 0.6 * temporary[0]
     jax.tree.map(np.testing.assert_array_equal, plain(*arguments), optimized(*arguments))
+
+
+def test_a_search_may_save_what_flash_attention_keeps_and_not_run_it_again():
+    """Under a budget between all and nothing the dear results are saved first, without anybody naming them."""
+    time, width, layers = 256, 16, 6
+    params = {"w1": models.normal(0, layers, width, 2 * width), "w2": models.normal(1, layers, 2 * width, width)}
+
+    def loss(p, x):
+        h, _ = lax.scan(lambda h, w: (models.block(w, models.attention(h, jnp.sin(h), jnp.cos(h))), None), x, p)
+        return (h**2).mean()
+
+    found, _, aliases = captured(lambda: models.step_of(loss, params, models.normal(8, time, width)))
+    (pair,) = find_pairs(found.program).pairs
+    options = choose(found.program, RATES, aliases).options[0].options
+    least = needed([min(options, key=lambda option: option.bytes)])
+    choices = choose(found.program, RATES, aliases, int(1.3 * least))
+    ((_, choice),) = choices.chosen
+
+    def products_of_scores(chosen):
+        """Products in the backward loop that make or read time × time elements."""
+        program = rewrite_loops(found.program, [pair], chosen, aliases)
+        body = find_pairs(program).pairs[0].backward.body
+        products = [e for e in body.equations if e.primitive is primitives.dot_general_p]
+        return sum(any(body.avals[v].shape == (time, time) for v in (*e.inputs, *e.outputs)) for e in products)
+
+    assert choice.saved
+    assert products_of_scores(choices.chosen) == 5  # those of the backward pass; its scores are made again by design
+    assert products_of_scores([(0, LoopChoice())]) == 6
+
+
+@pytest.mark.filterwarnings("ignore::remat_opt.RematWarning")
+def test_a_step_with_loops_inside_other_transforms():
+    step, (state, xs) = long_lstm(60, width=8, batch=2)
+    optimized = remat_opt.optimize(step)
+    assert optimized.plan(state, xs).loops
+    batches = jnp.stack([xs, 2 * xs])
+
+    def loss_of(step):
+        return lambda state, xs: step(state, xs)[1]
+
+    for transform in (jax.grad, lambda fun: jax.vmap(fun, in_axes=(None, 0))):
+        arguments = (state[0], xs) if transform is jax.grad else (state[0], batches)
+        one, other = (
+            transform(lambda p, xs, fun=fun: loss_of(fun)((p, state[1]), xs))(*arguments) for fun in (step, optimized)
+        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), one, other)
