@@ -46,20 +46,21 @@ class _Inside:
         self.optimise = optimise
         self.keep_checkpoints = keep_checkpoints
 
-    def rewrite(self, program: Program) -> tuple[Program, int]:
+    def rewrite(self, program: Program, repeating: bool = False) -> tuple[Program, int]:
+        """A program's bodies written again; `repeating` where it is part of a loop that repeats within already."""
         splicing = Splicing(program)
         count = 0
         for index, equation in enumerate(program.equations):
             if equation.effects:
                 continue
-            repeats = not program.run_once.isdisjoint(equation.outputs)
+            repeats = repeating or not program.run_once.isdisjoint(equation.outputs)
             if is_loop(equation):
                 loop = read_loop(equation, keep_checkpoints=self.keep_checkpoints or repeats)
                 body, inner = self.body(loop, repeats)
                 if inner:
                     splicing.replace(index, _scan_of(loop, body))
             elif equation.primitive is compat.remat_p and repeats:
-                region, inner = self.rewrite(inline(equation.params["jaxpr"], keep_checkpoints=True))
+                region, inner = self.rewrite(inline(equation.params["jaxpr"], keep_checkpoints=True), repeating=True)
                 if inner:
                     splicing.replace(index, _region_of(equation, region))
             else:
@@ -78,7 +79,7 @@ class _Inside:
         ]
         loops = choose(loop.body, self.rates, carried, keep_checkpoints=self.keep_checkpoints or repeats)
         body = rewrite_loops(loop.body, loops.pairs, loops.chosen, carried)
-        body, count = self.rewrite(body)
+        body, count = self.rewrite(body, repeats)
         count += bool(loops.chosen)
         if self.optimise is not None and not repeats:
             overwritten = tuple(value in loop.body_carry for value in body.inputs)
