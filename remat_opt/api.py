@@ -12,8 +12,8 @@ from remat_opt.adapters import adapt
 from remat_opt.optimized import OptimizedFunction, merge_options
 from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.plan import Plan
-from remat_opt.planning import Settings, check_settings
 from remat_opt.program import compat
+from remat_opt.settings import Settings, check_settings
 from remat_opt.targets import Target
 
 _NOT_GIVEN: Any = object()

@@ -27,11 +27,12 @@ import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
 from remat_opt.plan import Plan
-from remat_opt.planning import Decision, Prepared, Settings, decide, prepare, run_as_given
+from remat_opt.planning import Decision, Prepared, decide, prepare, run_as_given, runs_as_given
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
+from remat_opt.settings import Settings
 from remat_opt.targets import Figures, Target, measure_flat, read_figures, resolve_target
 from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
 from remat_opt.write.differentiable import with_derivative_of
@@ -156,7 +157,7 @@ class OptimizedFunction:
         return explain(
             decision.plan,
             prepared.problem.graph,
-            prepared.problem.plain.liveness,
+            (prepared.given or prepared).problem.plain.liveness,
             solution.liveness,
             prepared.names(solution.choice),
             dict(decision.seconds),
@@ -196,7 +197,7 @@ class OptimizedFunction:
             self._tell(decision)
             if not prepared.captured.closed_over:
                 decisions[key] = decision
-            with_ours = any(not _runs_as_given(one.solution) for one in (decision, *self._decisions.values()))
+            with_ours = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
             if with_ours != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
                 self._forget_compiled(with_ours)
             return decision
@@ -211,7 +212,7 @@ class OptimizedFunction:
 
     def _decide(self, prepared: Prepared, args: tuple, kwargs: dict) -> Decision:
         outside = compat.outside_of_any_trace()
-        measure = functools.partial(self._measure, prepared, args, kwargs) if outside else None
+        measure = functools.partial(self._measure, args, kwargs) if outside else None
         try:
             return decide(prepared, self._settings, measure)
         except Exception as error:
@@ -219,15 +220,17 @@ class OptimizedFunction:
                 raise
             return run_as_given(prepared, self._settings, f"planning failed: {type(error).__name__}: {error}")
 
-    def _measure(self, prepared: Prepared, args: tuple, kwargs: dict, solution: Solution | None) -> Figures:
+    def _measure(self, args: tuple, kwargs: dict, prepared: Prepared, solution: Solution | None) -> Figures:
         """Compile a candidate (None: the step as it was given) for the target."""
         if prepared.target.name != resolve_target(None).name:
             return self._measure_elsewhere(prepared, solution)
         if solution is None and self._settings.budget.fraction is not None:
             # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
             return _compile(jax.jit(self._fun, **self._jit_options(True)), args, kwargs, prepared.target)
-        solution = solution or prepared.problem.plain
-        with_ours = not _runs_as_given(solution)
+        if solution is None:
+            prepared = prepared.given or prepared
+            solution = prepared.problem.plain
+        with_ours = not runs_as_given(prepared, solution)
         if with_ours != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:
             self._forget_compiled(with_ours)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
@@ -306,7 +309,7 @@ class OptimizedFunction:
         traced = self._plain.trace(*args, **kwargs)
         prepared, solution = self._candidate(traced)
         self._written[id(traced.jaxpr)] = solution
-        if _runs_as_given(solution):
+        if runs_as_given(prepared, solution):
             return self._fun(*args, **kwargs)
         try:
             results = prepared.emit(solution, dynamic_leaves(args, kwargs))
@@ -321,7 +324,7 @@ class OptimizedFunction:
 
     def _call_inside(self, args: tuple, kwargs: dict) -> Any:
         decision = self._decision(args, kwargs)
-        if _runs_as_given(decision.solution):
+        if decision.runs_as_given:
             return self._plain(*args, **kwargs)
         if platform_of(self._options) == "cpu":
             self._warn(
@@ -378,10 +381,6 @@ def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str
     if options:
         merged["compiler_options"] = options
     return merged
-
-
-def _runs_as_given(solution: Solution) -> bool:
-    return not solution.schedule.recomputed
 
 
 def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any]:

@@ -8,11 +8,12 @@ from typing import Any
 
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
-from remat_opt.planning import Prepared, Settings, decision_of
+from remat_opt.planning import Prepared, decision_of
 from remat_opt.report.progress import SearchProgress
 from remat_opt.search import SOLVERS, Solution, search_of
 from remat_opt.search.auto import pareto_front
 from remat_opt.search.watching import watched_by
+from remat_opt.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)

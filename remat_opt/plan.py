@@ -11,6 +11,7 @@ from typing import Any
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.loops.choice import LoopChoice
 from remat_opt.targets.figures import Figures
 
 SCHEMA = 1
@@ -63,6 +64,9 @@ class Plan:
         versions: versions of remat_opt, jax and jaxlib that planned.
         note: why the plan is as it is, in a sentence, where there is something to say.
         saved_digest: of the saved set that the schedule was made for.
+        loops: for pairs of forward and backward loops, by position, how they are written; the schedule is of the
+            program with its loops written so.
+        loop_bodies: how many bodies of loops were written again, for the least memory.
     """
 
     fingerprint: str
@@ -80,11 +84,13 @@ class Plan:
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
     note: str = ""
     saved_digest: str = ""
+    loops: tuple[tuple[int, LoopChoice], ...] = ()
+    loop_bodies: int = 0
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is recomputed: the step runs as it was given."""
-        return not self.schedule.recomputed
+        return not self.schedule.recomputed and not self.loops and not self.loop_bodies
 
     @property
     def edited(self) -> bool:
@@ -114,8 +120,13 @@ class Plan:
             "plain_measured": self.plain_measured and self.plain_measured.as_json(),
             "versions": dict(self.versions),
             "note": self.note,
+            "loops": [
+                {"pair": at, "saved": sorted(loop.saved), "chunk": loop.chunk, "update": loop.update}
+                for at, loop in self.loops
+            ],
+            "loop_bodies": self.loop_bodies,
         }
-        document["schedule_digest"] = _digest_of(document["choice"], document["schedule"])
+        document["schedule_digest"] = _digest_of(document["choice"], document["schedule"], document["loops"])
         return json.dumps(document, indent=1)
 
     @classmethod
@@ -151,7 +162,7 @@ class Plan:
         saved = tuple(document["saved"])
         if not all(isinstance(name, str) for name in saved):
             raise TypeError("saved, where names are expected")
-        if _digest_of(document["choice"], document["schedule"]) != document["schedule_digest"]:
+        if _digest_of(document["choice"], document["schedule"], document["loops"]) != document["schedule_digest"]:
             raise ValueError("choice or schedule, which were edited; only the names under saved may be")
         runs = tuple(Run(_from_ranges(run["ops"]), run["recomputed"]) for run in document["schedule"])
         return cls(
@@ -174,6 +185,11 @@ class Plan:
             versions=dict(document["versions"]),
             note=document["note"],
             saved_digest=document["saved_digest"],
+            loops=tuple(
+                (loop["pair"], LoopChoice(frozenset(map(int, loop["saved"])), loop["chunk"], loop["update"]))
+                for loop in document["loops"]
+            ),
+            loop_bodies=int(document["loop_bodies"]),
         )
 
     def save(self, path: str | Path) -> None:
@@ -188,6 +204,25 @@ class Plan:
         except UnicodeDecodeError as error:
             raise PlanError(f"expected the JSON text of a plan in {path}, found bytes that are no UTF-8") from error
         return cls.from_json(text)
+
+
+def check_fit(plan: Plan, fingerprint: str, inputs: tuple[str, ...], equations: int) -> None:
+    """Raise PlanError, naming what differs, where a plan is for another program than the one described."""
+    if plan.fingerprint == fingerprint:
+        return
+    if inputs != plan.inputs:
+        if len(inputs) != len(plan.inputs):
+            what = f"it was made for {len(plan.inputs)} input arrays, this program has {len(inputs)}"
+        else:
+            index = next(i for i in range(len(inputs)) if inputs[i] != plan.inputs[i])
+            what = f"its input {index} is {plan.inputs[index]}, here it is {inputs[index]}"
+    elif plan.equations != equations:
+        what = f"it has {plan.equations} equations, this program {equations}"
+    else:
+        what = "an operation or one of its parameters differs"
+    raise PlanError(
+        f"expected a plan for this program, got one for another: {what}. Plan again with step.plan(*args).save(path)"
+    )
 
 
 def digest(names: tuple[str, ...]) -> str:

@@ -15,20 +15,24 @@ from typing import Any
 import jax
 import jaxlib
 
-from remat_opt.budget import Budget, InfeasibleBudget, parse_budget
+from remat_opt.budget import InfeasibleBudget
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
-from remat_opt.plan import Plan, PlanError, Prediction, digest
+from remat_opt.looping import write_loops
+from remat_opt.loops.choose import LoopChoices, choose
+from remat_opt.loops.pairs import find_pairs
+from remat_opt.plan import Plan, PlanError, Prediction, check_fit, digest
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.names import name_values
 from remat_opt.report.progress import SearchProgress
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.search.watching import watched_by
-from remat_opt.targets import Figures, Target, resolve_target
+from remat_opt.settings import Settings
+from remat_opt.targets import Figures, Target
 from remat_opt.version import __version__
 from remat_opt.write.train_step import write
 
@@ -36,59 +40,53 @@ MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said 
 WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
-Measure = Callable[["Solution | None"], Figures]
+Measure = Callable[["Prepared", "Solution | None"], Figures]
 """Compile the step with a solution (None: as it was given) for the target and read the compiler's figures."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The arguments of `optimize`, checked."""
-
-    budget: Budget
-    asked_budget: int | float | str | None
-    target: str | Target | None
-    solver: str
-    plan: Plan | None
-    verify: bool
-    keep_user_checkpoints: bool
-    on_error: str
-
-
-def check_settings(
-    *,
-    budget: int | float | str | None,
-    target: str | Target | None,
-    solver: str,
-    plan: Plan | None,
-    verify: bool,
-    keep_user_checkpoints: bool,
-    on_error: str,
-) -> Settings:
-    """Read and check what a user wrote; see `optimize` for the errors."""
-    if solver not in SOLVERS:
-        raise ValueError(f"expected a solver among {', '.join(map(repr, sorted(SOLVERS)))}; got {solver!r}")
-    if on_error not in ("raise", "plain"):
-        raise ValueError(f"expected on_error='raise' or on_error='plain'; got {on_error!r}")
-    if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"expected a Plan, as step.plan(*args) or Plan.load(path) gives it; got {type(plan).__name__}")
-    if plan is not None and budget is not None:
-        raise ValueError(
-            f"expected a plan or a budget, got both (budget={budget!r}): a plan is what was found for its own budget. "
-            "Write optimize(fun, plan=plan), or optimize(fun, budget=...) to search again"
-        )
-    if target is not None:
-        resolve_target(target)  # an unknown name is an error now, not at the first call
-    return Settings(parse_budget(budget), budget, target, solver, plan, verify, keep_user_checkpoints, on_error)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prepared:
-    """A captured program with its graph, ready for any search."""
+    """A captured program with its graph, ready for any search.
+
+    Attributes:
+        captured: the program.
+        bridge: its graph.
+        target: whose costs the graph has.
+        seconds: time spent on each stage so far.
+        given: where loops were written again, the program as it was before.
+        loops: what was chosen for the loops.
+    """
 
     captured: Captured
     bridge: Bridge
     target: Target
     seconds: dict[str, float]
+    given: Prepared | None = None
+    loops: LoopChoices | None = None
+
+    def with_loops(self, limit: int | None, keep_checkpoints: bool = False) -> Prepared:
+        """The same step with its loops written again, for at most `limit` bytes; the step as it is where none is."""
+        program, aliases = self.captured.program, self.bridge.graph.aliases
+        loops = choose(program, self.rates, aliases, limit, keep_checkpoints=keep_checkpoints)
+        return self.with_chosen_loops(loops, limit is None or self.as_given > limit, keep_checkpoints)
+
+    def with_chosen_loops(self, loops: LoopChoices, inside: bool, keep_checkpoints: bool = False) -> Prepared:
+        """The same step with its loops written as was chosen, and with `inside` their bodies, too."""
+        given, aliases = self.captured.program, self.bridge.graph.aliases
+        program, loops = write_loops(
+            given, loops, aliases, self.rates, inside=inside, keep_checkpoints=keep_checkpoints
+        )
+        if program is given:
+            same = dataclasses.replace(self, loops=loops)
+            same.__dict__["problem"] = self.problem  # with what searches remember
+            return same
+        again = prepare(dataclasses.replace(self.captured, program=program), self.target)
+        return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
+
+    @property
+    def rates(self) -> Rates:
+        """What the target can do."""
+        return Rates(self.target.bandwidth, self.target.flops)
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -98,11 +96,13 @@ class Prepared:
     @functools.cached_property
     def fingerprint(self) -> str:
         """What a plan must match."""
-        return fingerprint(self.captured.program)
+        return self.given.fingerprint if self.given else fingerprint(self.captured.program)
 
     @functools.cached_property
     def as_given(self) -> int:
         """Predicted peak in bytes of the step as it was given, in its own order."""
+        if self.given:
+            return self.given.as_given
         graph = self.bridge.graph
         return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
@@ -147,6 +147,11 @@ class Decision:
         """Seconds spent on tracing, building the graph, searching and compiling."""
         return self.prepared.seconds
 
+    @property
+    def runs_as_given(self) -> bool:
+        """Whether nothing was changed."""
+        return runs_as_given(self.prepared, self.solution)
+
     def emit(self, arguments: Sequence[Any]) -> list[Any]:
         """Write the planned step on the program's flat inputs."""
         return self.prepared.emit(self.solution, arguments)
@@ -186,7 +191,9 @@ def decision_of(prepared: Prepared, settings: Settings, solution: Solution) -> D
 
 class _Decider:
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
+        self.given = prepared.given or prepared
         self.prepared = prepared
+        self.loops = prepared.loops
         self.settings = settings
         self.compile = measure
         self.plain_figures: Figures | None = None
@@ -194,6 +201,8 @@ class _Decider:
     def search(self, limit: int | None) -> Solution:
         started = time.perf_counter()
         with SearchProgress() as progress, watched_by(progress):
+            self.prepared = self.given.with_loops(limit, self.settings.keep_user_checkpoints)
+            self.loops = self.prepared.loops
             solution = SOLVERS[self.settings.solver](self.prepared.problem, limit)
         self.spend("search", started)
         return solution
@@ -201,7 +210,7 @@ class _Decider:
     def measure(self, solution: Solution | None) -> Figures:
         assert self.compile is not None
         started = time.perf_counter()
-        figures = self.compile(solution)
+        figures = self.compile(self.prepared, solution)
         self.spend("compile", started)
         if solution is None:
             self.plain_figures = figures
@@ -216,7 +225,7 @@ class _Decider:
     def least_memory(self) -> Decision:
         solution = self.search(None)
         plain_peak = self.prepared.as_given
-        if not solution.schedule.recomputed or solution.peak > WORTH_WRITING * plain_peak:
+        if runs_as_given(self.prepared, solution) or solution.peak > WORTH_WRITING * plain_peak:
             return self.plain(
                 "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
                 "optimize the whole training step, with jax.grad and the update, not the loss alone)"
@@ -253,14 +262,14 @@ class _Decider:
             return self.keep_budget_unverified()
         fraction = self.settings.budget.fraction
         if fraction == 1.0:
-            figures = self.measure(self.prepared.problem.plain)
+            figures = self.measure(self.given.problem.plain)
             return self.plain("a budget of 1.0 is what the step as it was given needs", figures)
         if fraction is not None:
             allowed = int(fraction * self.measure(None).temp_bytes)
         else:
             assert self.settings.budget.physical_bytes is not None
             allowed = self.settings.budget.physical_bytes
-            if self.prepared.problem.plain.peak + self.fixed_bytes() <= allowed * 1.1:
+            if self.given.problem.plain.peak + self.fixed_bytes() <= allowed * 1.1:
                 plain = self.measure(None)
                 if plain.physical_peak_bytes <= allowed:
                     return self.plain("the step as it was given fits the budget", plain)
@@ -321,7 +330,7 @@ class _Decider:
 
     def fixed_bytes(self) -> int:
         """Arguments and results that are not aliased: on the device whatever the schedule."""
-        graph = self.prepared.bridge.graph
+        graph = self.given.bridge.graph
         outputs = set(graph.outputs) - {output for _, output in graph.aliases}
         inputs = self.prepared.captured.program.inputs
         return sum(graph.sizes[value] for value in inputs) + sum(graph.sizes[value] for value in outputs)
@@ -329,8 +338,12 @@ class _Decider:
     # A plan of the user's
 
     def take_over(self, plan: Plan) -> Decision:
-        check_fit(self.prepared, plan)
+        check_fit(plan, self.given.fingerprint, self.given.inputs, len(self.given.captured.program.equations))
         try:
+            found = find_pairs(self.given.captured.program, keep_checkpoints=self.settings.keep_user_checkpoints)
+            loops = LoopChoices(found.pairs, plan.loops, (), found.left)
+            keep_checkpoints = self.settings.keep_user_checkpoints
+            self.prepared = self.given.with_chosen_loops(loops, plan.loop_bodies > 0, keep_checkpoints)
             solution = self.solution_of(plan)
         except (ValueError, IndexError, KeyError) as error:
             if isinstance(error, PlanError):
@@ -369,27 +382,29 @@ class _Decider:
     # Results
 
     def plain(self, note: str, figures: Figures | None = None) -> Decision:
+        self.prepared = self.given
         solution = self.prepared.problem.plain
         return self.decision(solution, figures or self.plain_figures, note=note)
 
     def decision(self, solution: Solution, measured: Figures | None = None, note: str = "") -> Decision:
         prepared = self.prepared
         names = prepared.names(solution.choice)
-        graph = prepared.bridge.graph
+        graph, given = prepared.bridge.graph, self.given.bridge.graph
         predicted = Prediction(
             plain_peak_bytes=prepared.as_given,
-            peak_bytes=solution.peak if solution.schedule.recomputed else prepared.as_given,
+            peak_bytes=prepared.as_given if runs_as_given(prepared, solution) else solution.peak,
             saved_bytes=sum(graph.sizes[value] for value in solution.choice.saved),
-            flops=graph.flops,
-            extra_flops=solution.schedule.extra_flops(graph),
-            seconds=graph.seconds,
-            extra_seconds=solution.extra_seconds,
+            flops=given.flops,
+            extra_flops=graph.flops - given.flops + solution.schedule.extra_flops(graph),
+            seconds=given.seconds,
+            extra_seconds=graph.seconds - given.seconds + solution.extra_seconds,
         )
         saved = tuple(names[value] for value in sorted(names))
+        said = self.loops.summary(written=prepared.given is not None) if self.loops else ""
         plan = Plan(
             fingerprint=prepared.fingerprint,
             inputs=prepared.inputs,
-            equations=len(prepared.captured.program.equations),
+            equations=len(self.given.captured.program.equations),
             target=prepared.target.name,
             solver=self.settings.solver,
             budget=self.settings.asked_budget,
@@ -401,29 +416,16 @@ class _Decider:
             measured=measured,
             plain_measured=self.plain_figures,
             versions=versions(),
-            note=note,
+            note="; ".join(filter(None, (note, said))),
+            loops=prepared.loops.chosen if prepared.given and prepared.loops else (),
+            loop_bodies=prepared.loops.inside if prepared.given and prepared.loops else 0,
         )
         return Decision(prepared, solution, plan)
 
 
-def check_fit(prepared: Prepared, plan: Plan) -> None:
-    """Raise PlanError, naming what differs, where a plan is for another program."""
-    if plan.fingerprint == prepared.fingerprint:
-        return
-    found, expected = prepared.inputs, plan.inputs
-    if found != expected:
-        if len(found) != len(expected):
-            what = f"it was made for {len(expected)} input arrays, this program has {len(found)}"
-        else:
-            index = next(i for i in range(len(found)) if found[i] != expected[i])
-            what = f"its input {index} is {expected[index]}, here it is {found[index]}"
-    elif plan.equations != len(prepared.captured.program.equations):
-        what = f"it has {plan.equations} equations, this program {len(prepared.captured.program.equations)}"
-    else:
-        what = "an operation or one of its parameters differs"
-    raise PlanError(
-        f"expected a plan for this program, got one for another: {what}. Plan again with step.plan(*args).save(path)"
-    )
+def runs_as_given(prepared: Prepared, solution: Solution) -> bool:
+    """Whether a solution changes nothing."""
+    return prepared.given is None and not solution.schedule.recomputed
 
 
 def versions() -> dict[str, str]:

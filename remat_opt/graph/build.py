@@ -13,8 +13,10 @@ from jax.extend.core import primitives as P
 from remat_opt.graph.cost import Rates, roofline
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Constant, Equation, Program, inline
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
@@ -40,7 +42,10 @@ ELEMENTWISE = _named(_ELEMENTWISE_NAMES)
 REDUCTION = _named(_REDUCTION_NAMES)
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
 # Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
-_MOVES = _named("broadcast_in_dim concatenate copy iota name pad reshape rev slice squeeze stop_gradient transpose")
+_MOVES = _named(
+    "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
+    "stop_gradient transpose"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -72,14 +77,20 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
     constant_equations: dict[int, int] = {}
     ops: list[Op] = []
     equation_of: list[int] = []
+    sizes = [bytes_of(aval) for aval in program.avals]
     for index, equation in enumerate(program.equations):
         if _is_constant(equation, constant_equations):
             constant_equations.update(dict.fromkeys(equation.outputs, index))
             continue
-        ops.append(_op(program, equation, rates, constant_equations))
+        op = _op(program, equation, rates, constant_equations)
+        if space := workspace_of_loops(equation.primitive, equation.params, rates):
+            # A value that nobody reads stands for what a step of the loop needs while it runs.
+            op = dataclasses.replace(op, outputs=(*op.outputs, len(sizes)))
+            sizes.append(space)
+        ops.append(op)
         equation_of.append(index)
     unfused = Graph(
-        sizes=tuple(bytes_of(aval) for aval in program.avals),
+        sizes=tuple(sizes),
         ops=tuple(ops),
         inputs=(*program.inputs, *(value for value, _ in program.constants)),
         outputs=tuple(
@@ -112,9 +123,37 @@ def _op(program: Program, equation: Equation, rates: Rates, constants: dict[int,
         outputs=equation.outputs,
         kind=kind,
         flops=flops,
-        seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION),
-        repeatable=not equation.effects and not compat.is_stateful(equation.primitive, equation.params),
+        seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION or _has_product(equation.params)),
+        repeatable=not equation.effects
+        and not compat.is_stateful(equation.primitive, equation.params)
+        and program.run_once.isdisjoint(equation.outputs),
         name=equation.primitive.name,
+    )
+
+
+def workspace_of_loops(primitive: Any, params: dict[str, Any], rates: Rates) -> int:
+    """The most temporary bytes that one step of a loop needs, beside its operands and results.
+
+    Of a region that holds loops it is that of the loop that needs most.
+    """
+    if primitive is P.scan_p:
+        return peak_as_written(inline(params["jaxpr"], keep_checkpoints=True), rates)
+    inner = [equation for jaxpr in compat.jaxprs_in(params) for equation in compat.bare_jaxpr(jaxpr).eqns]
+    return max((workspace_of_loops(equation.primitive, equation.params, rates) for equation in inner), default=0)
+
+
+def peak_as_written(program: Program, rates: Rates) -> int:
+    """The peak in bytes of a program in its own order."""
+    graph = build(program, rates).graph
+    return simulate(graph, save_everything(graph)).peak if graph.ops else 0
+
+
+def _has_product(params: dict[str, Any]) -> bool:
+    """Whether an equation runs products inside, as loops do."""
+    return any(
+        equation.primitive in CONTRACTION or _has_product(equation.params)
+        for jaxpr in compat.jaxprs_in(params)
+        for equation in compat.bare_jaxpr(jaxpr).eqns
     )
 
 

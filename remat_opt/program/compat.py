@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util
+from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer as Tracer
 from jax.extend import core as extend_core
@@ -147,6 +148,26 @@ def input_variables(jaxpr: Any) -> list[Any]:
 def jaxprs_in(params: dict[str, Any]) -> list[Any]:
     """All jaxprs, open or closed, among an equation's parameters."""
     return list(extend_core.jaxprs_in_params(params))
+
+
+def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries lead the inputs of a `scan` (jax 0.12 groups them in a tree)."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    constants, carry, _ = params["ft_in"].unpack()
+    return len(constants), len(carry)
+
+
+def without_dead_code(closed: Any) -> Any:
+    """A closed jaxpr without what its results do not need, inside loops and calls too; its inputs stay."""
+    jaxpr = bare_jaxpr(closed)
+    alive, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
+    return ClosedJaxpr(alive, constants_of(closed))
+
+
+def open_jaxpr(closed: Any) -> Any:
+    """A closed jaxpr as an open one, whose constants lead its inputs."""
+    return _partial_eval.convert_constvars_jaxpr(bare_jaxpr(closed))
 
 
 def outside_of_any_trace() -> bool:

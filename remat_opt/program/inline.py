@@ -49,6 +49,7 @@ class Program:
     equations: tuple[Equation, ...]
     outputs: tuple[int | Constant, ...]
     entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
+    run_once: frozenset[int] = frozenset()  # values whose equations are not to be repeated: loops that repeat within
 
     @property
     def has_references(self) -> bool:

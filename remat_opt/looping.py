@@ -1,0 +1,74 @@
+"""The loops of a step: what is chosen for them, and the step with them written again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax
+
+from remat_opt.graph.build import build
+from remat_opt.graph.cost import Rates
+from remat_opt.loops.choose import LoopChoices
+from remat_opt.loops.inside import rewrite_inside
+from remat_opt.loops.rewrite import rewrite_loops
+from remat_opt.program.inline import Program, inline
+from remat_opt.program.names import name_values
+from remat_opt.search import SOLVERS, Problem
+from remat_opt.write.train_step import write
+
+WORTH_SEGMENTS = 0.9  # of a body's peak; above, segments inside it are no gain
+
+
+def write_loops(
+    program: Program,
+    loops: LoopChoices,
+    aliases: Sequence[tuple[int, int]],
+    rates: Rates,
+    *,
+    inside: bool,
+    keep_checkpoints: bool = False,
+) -> tuple[Program, LoopChoices]:
+    """Write a program's loops as was chosen.
+
+    Args:
+        program: the flat step.
+        loops: what was chosen for its pairs.
+        aliases: (input, output) pairs of the program that share one buffer.
+        rates: the target.
+        inside: whether bodies of loops are written again, too.
+        keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
+
+    Returns:
+        The program, the same one where nothing was done, and the choices with the number of such bodies.
+    """
+    program = rewrite_loops(program, loops.pairs, loops.chosen, aliases)
+    if not inside:
+        return program, loops
+
+    def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Program | None:
+        return body_in_segments(body, rates, overwritten)
+
+    program, bodies = rewrite_inside(program, rates, in_segments, keep_checkpoints=keep_checkpoints)
+    return program, dataclasses.replace(loops, inside=bodies)
+
+
+def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...]) -> Program | None:
+    """A body that has a forward and a backward pass with the schedule of least memory; None where nothing is gained.
+
+    Args:
+        body: one step of a loop.
+        rates: the target.
+        overwritten: for each input whether its buffer may be reused: the carry's may.
+    """
+    bridge = build(body, rates, overwritten)
+    problem = Problem(bridge.graph)
+    if not bridge.graph.ops:
+        return None
+    solution = SOLVERS["auto"](problem, None)
+    if not solution.schedule.recomputed or solution.peak > WORTH_SEGMENTS * problem.plain.peak:
+        return None
+    names = name_values(body, solution.choice.saved)
+    avals = [body.avals[value] for value in body.inputs]
+    closed = jax.make_jaxpr(lambda *values: write(bridge, solution.schedule, names, values))(*avals)
+    return inline(closed, keep_checkpoints=True)

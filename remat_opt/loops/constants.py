@@ -1,0 +1,36 @@
+"""Values that depend on no input (a mask, a stack of zeros): loops make them afresh instead of carrying them along.
+
+A constant operand of a loop is a buffer as long as the loop runs; made inside the body it is fused into its readers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from remat_opt.graph.build import ELEMENTWISE
+from remat_opt.loops.body import evaluate
+from remat_opt.program.inline import Constant, Program
+
+
+def constant_equations(program: Program) -> dict[int, int]:
+    """For each value that depends on no input of the program the equation that makes it."""
+    known: dict[int, int] = {}
+    for index, equation in enumerate(program.equations):
+        if equation.primitive in ELEMENTWISE and all(isinstance(x, Constant) or x in known for x in equation.inputs):
+            known.update(dict.fromkeys(equation.outputs, index))
+    return known
+
+
+def make_afresh(program: Program, known: dict[int, int], values: Iterable[Any]) -> dict[int, Any]:
+    """Evaluate the constant ones among some values; all that was made is in the result."""
+    needed: set[int] = set()
+    stack = [value for value in values if value in known]
+    while stack:
+        index = known[stack.pop()]
+        if index not in needed:
+            needed.add(index)
+            stack.extend(x for x in program.equations[index].inputs if not isinstance(x, Constant))
+    made: dict[int, Any] = {}
+    evaluate(program, sorted(needed), made)
+    return made

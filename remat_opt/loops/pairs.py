@@ -1,0 +1,180 @@
+"""Pairs: a `scan` of the forward pass and the `scan` of opposite direction that consumes its residuals.
+
+Differentiation turns one loop into two. The first one writes, beside what the user asked for, a stack for every
+residual of its body; the second one reads these stacks as the very same variables (design facts of `jax.lax.scan`'s
+partial evaluation and transposition).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from remat_opt.graph.build import bytes_of
+from remat_opt.loops.body import Loop, is_loop, read_loop, slice_back, stateful_results
+from remat_opt.program import compat
+from remat_opt.program.inline import Constant, Equation, Program
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pair:
+    """A forward and a backward scan.
+
+    Attributes:
+        forward_index: position of the forward scan among the program's equations.
+        backward_index: position of the backward scan.
+        forward: the forward scan.
+        backward: the backward scan.
+        residual_ys: positions among the forward scan's `ys` of stacks that only the backward scan reads.
+        kept_ys: positions of stacks that somebody else reads; they are written in any case.
+    """
+
+    forward_index: int
+    backward_index: int
+    forward: Loop
+    backward: Loop
+    residual_ys: tuple[int, ...]
+    kept_ys: tuple[int, ...]
+
+    @property
+    def length(self) -> int:
+        """Number of steps of both scans."""
+        return self.forward.length
+
+    @functools.cached_property
+    def consumed(self) -> dict[int, int]:
+        """For each position of the backward scan's xs that holds a stack of the forward scan: which of its ys."""
+        made = {value: position for position, value in enumerate(self.forward.ys)}
+        return {at: made[x] for at, x in enumerate(self.backward.xs) if not isinstance(x, Constant) and x in made}
+
+    @functools.cached_property
+    def residuals(self) -> tuple[int, ...]:
+        """Values of the forward body that the backward scan reads as stacks, each once."""
+        ys = dict.fromkeys(self.forward.body_ys[y] for y in self.consumed.values())
+        return tuple(value for value in ys if not isinstance(value, Constant))
+
+    @functools.cached_property
+    def given(self) -> dict[int, int]:
+        """Values of the forward body whose stack is written in any case, with the position of that stack."""
+        ys = [(self.forward.body_ys[y], y) for y in reversed(self.kept_ys)]
+        return {value: y for value, y in ys if not isinstance(value, Constant)}
+
+    @functools.cached_property
+    def never_repeated(self) -> frozenset[int]:
+        """Values of the forward body that have to be saved because they must not be computed twice."""
+        return stateful_results(self.forward)
+
+    @functools.cached_property
+    def depends_on_carry(self) -> bool:
+        """Whether a recomputation of the residuals has to start from the carry."""
+        reads = slice_back(self.forward, self.residuals, {*self.given, *self.never_repeated}).reads
+        return not reads.isdisjoint(self.forward.body_carry)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pairs:
+    """All pairs of a program, and for the loops that are left as they are the reason, once for each."""
+
+    pairs: tuple[Pair, ...]
+    left: tuple[str, ...]
+
+
+EFFECTS = "its body has effects, whose number and order must stay"
+REFERENCES = "its body reads or writes mutable references"
+SHARED = "one of its scans belongs to another pair"
+OFFLOADED = "its body moves residuals to another memory, as its checkpoint policy says"
+
+
+def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
+    """Pair each backward scan with the earlier scan of equal length and opposite direction it gets most bytes from.
+
+    Args:
+        program: the flat step.
+        keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
+    """
+    users, returned = _readers(program)
+    makers = {v: i for i, e in enumerate(program.equations) if is_loop(e) for v in _ys(e)}
+    taken: set[int] = set()
+    pairs, left = [], []
+    for index, backward in enumerate(program.equations):
+        if not is_loop(backward):
+            continue
+        gained: dict[int, int] = {}
+        for x in _xs(backward):
+            if isinstance(x, Constant):
+                continue
+            maker = makers.get(x)
+            if maker is not None and _opposite(program.equations[maker], backward) and maker not in taken:
+                own = users[x] == {index} and x not in returned
+                gained[maker] = gained.get(maker, 0) + (bytes_of(program.avals[x]) if own else 0)
+        best = max(gained, key=lambda maker: (gained[maker], maker), default=None)
+        if best is None or not gained[best]:
+            continue
+        if index in taken:
+            left.append(SHARED)  # a derivative of a derivative: the scan belongs to an earlier pair
+            continue
+        taken |= {best, index}
+        reason = _reason_to_leave(program.equations[best]) or _reason_to_leave(backward)
+        if reason:
+            left.append(reason)
+        else:
+            pairs.append(_pair(program, best, index, users, returned, keep_checkpoints))
+    return Pairs(tuple(pairs), tuple(left))
+
+
+def _pair(program: Program, first: int, second: int, users: dict, returned: set, keep_checkpoints: bool) -> Pair:
+    forward = read_loop(program.equations[first], keep_checkpoints=keep_checkpoints)
+    backward = read_loop(program.equations[second], keep_checkpoints=True)
+    only = [y for y, value in enumerate(forward.ys) if users.get(value) == {second} and value not in returned]
+    others = [y for y, value in enumerate(forward.ys) if y not in only and (users.get(value) or value in returned)]
+    return Pair(first, second, forward, backward, tuple(only), tuple(others))
+
+
+def _readers(program: Program) -> tuple[dict[int, set[int]], set[int]]:
+    users: dict[int, set[int]] = {}
+    for index, equation in enumerate(program.equations):
+        for x in equation.inputs:
+            if not isinstance(x, Constant):
+                users.setdefault(x, set()).add(index)
+    return users, {x for x in program.outputs if not isinstance(x, Constant)}
+
+
+def _xs(equation: Equation) -> tuple[Any, ...]:
+    return equation.inputs[sum(compat.scan_counts(equation.params)) :]
+
+
+def _ys(equation: Equation) -> tuple[int, ...]:
+    return equation.outputs[compat.scan_counts(equation.params)[1] :]
+
+
+def _opposite(forward: Equation, backward: Equation) -> bool:
+    one, other = forward.params, backward.params
+    return one["length"] == other["length"] and one["reverse"] != other["reverse"]
+
+
+def _reason_to_leave(equation: Equation) -> str | None:
+    jaxpr = compat.bare_jaxpr(equation.params["jaxpr"])
+    if any(compat.is_reference(aval) for aval in _all_avals(jaxpr)):
+        return REFERENCES
+    if equation.effects:
+        return EFFECTS
+    if _offloads(jaxpr):
+        return OFFLOADED
+    return None
+
+
+def _all_avals(jaxpr: Any) -> Iterable[Any]:
+    for equation in jaxpr.eqns:
+        yield from (variable.aval for variable in (*equation.invars, *equation.outvars))
+        for inner in compat.jaxprs_in(equation.params):
+            yield from _all_avals(compat.bare_jaxpr(inner))
+
+
+def _offloads(jaxpr: Any) -> bool:
+    return any(
+        (equation.primitive is compat.remat_p and compat.policy_offloads(equation.params["policy"]))
+        or any(_offloads(compat.bare_jaxpr(inner)) for inner in compat.jaxprs_in(equation.params))
+        for equation in jaxpr.eqns
+    )
