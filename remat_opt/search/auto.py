@@ -2,7 +2,7 @@
 
 *Families* (`families.py`). Each model orders its plans from least memory to least time: segments with options, with
 and without later residuals beside a segment; nested plans; strategies of lower sets (`lower_sets.py`). For a budget the
-plans of each family that just fit, by simulation, are taken; on very small steps the other solvers' answers, too.
+plans of each family that just fit, by simulation, are taken; on small steps the other solvers' answers, too.
 
 *Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
 segments there are added, as long as the peak falls.
@@ -23,7 +23,7 @@ Gaps: ops of first runs keep their order; between two levels nothing is searched
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from remat_opt.graph.derive import Choice
 from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
@@ -191,7 +191,17 @@ class Search:
     @functools.cached_property
     def frontier(self) -> tuple[Solution, ...]:
         """From the least memory to the plain step."""
-        return pareto_front([self.problem.plain, *self.low_end, *map(self.at_level, range(LEVELS))])
+        levels = [self.at_level(level) for level in range(LEVELS)]
+        return pareto_front([self.problem.plain, *self.low_end, *levels, *(self.others if self.is_small else ())])
+
+    @property
+    def others(self) -> Iterator[Solution]:
+        """The best of the papers' algorithms for every second level, filled."""
+        for level in range(0, LEVELS, 2):
+            budget = self.budget_of(level)
+            answers = (solver.solve(self.problem, budget) for solver in (rotor, hong, lower_sets, feng_huang, chen))
+            fitting = sorted((answer for answer in answers if answer.peak <= budget), key=_time_first)
+            yield from (fill(self.problem, answer, budget) for answer in fitting[:1])
 
     def budget_of(self, level: int) -> int:
         """Bytes: `LEVELS` even steps from the least peak to the plain one."""
@@ -216,8 +226,6 @@ class Search:
             planned = self.several_peaks(budget)
         if self.is_small or not planned:
             planned += [solution for turn in self.turns for solution in self.families(turn).nested(budget)]
-        if self.is_tiny:
-            planned += [solver.solve(problem, budget) for solver in (rotor, hong, lower_sets, feng_huang, chen)]
         starts += _different(sorted((s for s in planned if s.peak <= budget), key=_time_first))[:_MOST_FILLED]
         if self.is_tiny:
             found = lower(problem, problem.plain, budget)
