@@ -24,7 +24,9 @@ from remat_opt.graph.schedule import save_everything
 from remat_opt.plan import Plan, PlanError, Prediction, digest
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
+from remat_opt.program.inline import Program
 from remat_opt.program.names import name_values
+from remat_opt.program.pooling import without_scatter
 from remat_opt.search import SOLVERS, Problem, Solution
 from remat_opt.targets import Figures, Target, resolve_target
 from remat_opt.version import __version__
@@ -101,7 +103,10 @@ class Prepared:
     @functools.cached_property
     def as_given(self) -> int:
         """Predicted peak in bytes of the step as it was given, in its own order."""
-        graph = self.bridge.graph
+        graph, captured = self.bridge.graph, self.captured
+        other_forms = any(without_scatter(equation, self.target.platform) for equation in captured.program.equations)
+        if other_forms:
+            graph = _bridge(captured.program, captured, self.target, as_given=True).graph
         return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
     @property
@@ -121,8 +126,13 @@ class Prepared:
 def prepare(captured: Captured, target: Target) -> Prepared:
     """Build the graph of a captured program with the costs of a target."""
     started = time.perf_counter()
-    bridge = build(captured.program, Rates(target.bandwidth, target.flops), captured.donated)
+    bridge = _bridge(captured.program, captured, target)
     return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
+
+
+def _bridge(program: Program, captured: Captured, target: Target, *, as_given: bool = False) -> Bridge:
+    rates = Rates(target.bandwidth, target.flops)
+    return build(program, rates, captured.donated, platform=target.platform, as_given=as_given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
@@ -53,21 +54,27 @@ class Bridge:
         equation_of: for each op the equation whose results it stores.
         on_demand: equations that no op stands for, by the value they make: constants, which depend on no input, and
             virtual values. They are evaluated afresh in each run that reads them.
+        platform: of the compiler that it was built for, as of `build`.
     """
 
     graph: Graph
     program: Program
     equation_of: tuple[int, ...]
     on_demand: dict[int, int]
+    platform: str = ""
 
 
-def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bridge:
+def build(
+    program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, platform: str = "", as_given: bool = False
+) -> Bridge:
     """Build the graph of a flat program.
 
     Args:
         program: the flat jaxpr.
         rates: FLOP/s and bytes/s of the target.
         donated: for each input of the program whether its buffer may be reused.
+        platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
+        as_given: the step is not written again, so that none is.
     """
     constant_equations: dict[int, int] = {}
     ops: list[Op] = []
@@ -76,7 +83,12 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
         if _is_constant(equation, constant_equations):
             constant_equations.update(dict.fromkeys(equation.outputs, index))
             continue
-        ops.append(_op(program, equation, rates, constant_equations))
+        op = _op(program, equation, rates, constant_equations)
+        if not as_given and without_scatter(equation, platform):
+            op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
+        elif space := workspace_of(equation, program, platform):
+            op = dataclasses.replace(op, workspace=space)
+        ops.append(op)
         equation_of.append(index)
     unfused = Graph(
         sizes=tuple(bytes_of(aval) for aval in program.avals),
@@ -91,7 +103,11 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
     fusion = fuse(unfused)
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
     return Bridge(
-        fusion.graph, program, tuple(equation_of[op] for op in fusion.op_of), {**constant_equations, **virtual}
+        fusion.graph,
+        program,
+        tuple(equation_of[op] for op in fusion.op_of),
+        {**constant_equations, **virtual},
+        platform,
     )
 
 
@@ -155,6 +171,39 @@ def bytes_of(aval: Any) -> int:
     if shape is None or dtype is None:
         return 0
     return math.prod(shape) * compat.item_bytes(dtype)
+
+
+def workspace_of(equation: Equation, program: Program, platform: str) -> int:
+    """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
+    operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+    if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
+        return _scatter_workspace(*operands, platform)
+    if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
+        return _cpu_conv_workspace(equation.params["dimension_numbers"], *operands, program.avals[equation.outputs[0]])
+    return 0
+
+
+def _scatter_workspace(source: Any, operand: Any, platform: str) -> int:
+    """A windowed reduction of each number with its index along every dimension, and zeros to scatter into. The CPU's
+    compiler stores the indices of the operand's elements, too."""
+    indices = 4 * len(source.shape)
+    windows = math.prod(source.shape) * indices + bytes_of(source)
+    elements = math.prod(operand.shape) * indices if platform == "cpu" else 0
+    return windows + elements + bytes_of(operand)
+
+
+def _cpu_conv_workspace(numbers: Any, image: Any, kernel: Any, result: Any) -> int:
+    """The CPU has kernels for images as (batch, space, features) and weights as (space, inputs, features) alone; what
+    lies otherwise is copied, as both operands of a weight's gradient."""
+    last = len(numbers.lhs_spec) - 1
+    space = tuple(range(1, last))
+    of_image, of_kernel = (0, last, *space), (last, last - 1, *range(last - 1))
+    expected = ((numbers.lhs_spec, of_image), (numbers.rhs_spec, of_kernel), (numbers.out_spec, of_image))
+    return sum(
+        bytes_of(aval)
+        for aval, (found, canonical) in zip((image, kernel, result), expected, strict=True)
+        if tuple(found) != canonical
+    )
 
 
 # FLOPs

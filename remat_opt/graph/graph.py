@@ -33,6 +33,7 @@ class Op:
         seconds: estimated time of one run on the target.
         repeatable: whether it may be run a second time.
         name: the primitive's name, for reports only.
+        workspace: bytes that are live only while it runs, beside its operands and results.
     """
 
     inputs: tuple[int, ...]
@@ -42,6 +43,7 @@ class Op:
     seconds: float = 0.0
     repeatable: bool = True
     name: str = ""
+    workspace: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -83,6 +83,7 @@ class _Simulation:
         self.reads: list[list[int]] = []
         self.roots: list[tuple[int, ...]] = []  # the buffers that hold it: itself, or for a virtual value its sources
         self.current = [-1] * len(graph.sizes)
+        self.workspace: dict[int, int] = {}  # by position
         self.argument = {value: instance for instance, value in enumerate(graph.inputs)}
         for value in graph.inputs:
             self.make(value, stored=True, sources=())
@@ -114,6 +115,8 @@ class _Simulation:
                 sources = [root for value in op.inputs for root in self.read(value)]
                 for value in op.outputs:
                     self.make(value, self.stored[value], sources)
+                if op.workspace:
+                    self.workspace[self.position] = op.workspace
                 self.position += 1
         for value in self.graph.outputs:
             self.read(value)
@@ -134,7 +137,10 @@ class _Simulation:
             live[buffer.birth] += buffer.size
             live[buffer.death + 1] -= buffer.size
             buffers.append(buffer)
-        return Liveness(np.cumsum(live)[: self.position + 1], tuple(buffers))
+        live = np.cumsum(live)[: self.position + 1]
+        for position, size in self.workspace.items():
+            live[position] += size
+        return Liveness(live, tuple(buffers))
 
     def temporary_sizes(self) -> tuple[list[int], dict[int, int]]:
         """Bytes of each instance, and for results that come too early for their donated argument's place the position

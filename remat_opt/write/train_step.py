@@ -18,6 +18,7 @@ from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
+from remat_opt.program.pooling import scatter_free, without_scatter
 
 
 def write(bridge: Bridge, schedule: Schedule, saved_names: dict[int, str], arguments: Sequence[Any]) -> list[Any]:
@@ -71,6 +72,8 @@ class _Writer:
     def bind(self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any]) -> list[Any]:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
         with compat.equation_context(equation.source_info, equation.context):
+            if without_scatter(equation, self.bridge.platform):
+                return [scatter_free(*inputs, equation.params)]
             return compat.bind_equation(equation.primitive, equation.params, inputs)
 
     def read(self, atom: int | Constant, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:
