@@ -105,8 +105,8 @@ class Prepared:
         """Predicted peak in bytes of the step as it was given, in its own order."""
         graph, captured = self.bridge.graph, self.captured
         other_forms = any(without_scatter(equation, self.target.platform) for equation in captured.program.equations)
-        if other_forms:
-            graph = _bridge(captured.program, captured, self.target, as_given=True).graph
+        if captured.given is not captured.program or other_forms:
+            graph = _bridge(captured.given, captured, self.target, as_given=True).graph
         return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
     @property

@@ -49,6 +49,7 @@ class Program:
     equations: tuple[Equation, ...]
     outputs: tuple[int | Constant, ...]
     entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
+    opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
 
     @property
     def has_references(self) -> bool:

@@ -65,6 +65,8 @@ class _Writer:
                 behind = lax.optimization_barrier([environment[value] for value in together])
                 environment.update(zip(together, behind, strict=True))
             environment.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
+            for value in self.program.opaque.intersection(equation.outputs):
+                environment[value] = lax.optimization_barrier(environment[value])
             if first_run:
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
