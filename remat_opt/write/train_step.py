@@ -20,6 +20,10 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.pooling import scatter_free, without_scatter
 
+# Compilers that give the gradient of a weight the layout that its convolution likes, and with it the updated weight,
+# from its update to the end of the step: a copy of all weights beside the donated ones.
+_FREE_LAYOUTS = frozenset({"cuda", "rocm"})
+
 
 def write(bridge: Bridge, schedule: Schedule, saved_names: dict[int, str], arguments: Sequence[Any]) -> list[Any]:
     """Evaluate the schedule on arguments or tracers.
@@ -43,6 +47,11 @@ class _Writer:
         self.saved_names = saved_names
         self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
         self.environment: dict[int, Any] = {}
+        self.updated = self.written_over() if bridge.platform in _FREE_LAYOUTS else frozenset()
+
+    def written_over(self) -> frozenset[int]:
+        """Outputs that take the place of a donated argument."""
+        return frozenset(output for _, output in self.bridge.graph.aliases)
 
     def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
         self.environment.update(zip(self.program.inputs, arguments, strict=True))
@@ -68,6 +77,8 @@ class _Writer:
             for value in self.program.opaque.intersection(equation.outputs):
                 environment[value] = lax.optimization_barrier(environment[value])
             if first_run:
+                for value in self.updated.intersection(equation.outputs):
+                    environment[value] = compat.with_default_layout(environment[value])
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
