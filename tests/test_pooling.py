@@ -9,6 +9,7 @@ import pytest
 from jax import lax
 from jax.extend.core import primitives
 
+from remat_opt import optimize
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import save_everything
@@ -101,3 +102,24 @@ def test_the_scatters_buffers_are_gone_on_a_gpu() -> None:
     windows = 64 * 28 * 28 * 64
     assert found.temp_bytes <= 1.1 * windows  # one byte for each
     assert given.temp_bytes >= 16 * windows  # an index of four bytes for each dimension, and more
+
+
+KERNEL = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)
+IMAGES = jax.ShapeDtypeStruct((16, 56, 56, 64), jnp.float32)
+
+
+def pooling_step(kernel, images):
+    def loss(kernel):
+        x = jax.nn.relu(
+            lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + 1.0
+        )
+        return (max_pool(x, 2, 2, "VALID") ** 2).mean()
+
+    return kernel - 0.1 * jax.grad(loss)(kernel)
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+def test_what_the_scatter_takes_in_the_step_as_given_is_predicted(target: str) -> None:
+    prepared = optimize(pooling_step, target=target, donate_argnums=0).prepare(KERNEL, IMAGES)
+    measured = measure_flat(lambda *leaves: [pooling_step(*leaves)], [KERNEL, IMAGES], donated=(0,), target=target)
+    assert prepared.as_given == pytest.approx(measured.temp_bytes, rel=0.2)

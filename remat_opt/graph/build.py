@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.masks import is_zero
 from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
 
 _ELEMENTWISE_NAMES = """
@@ -90,8 +91,11 @@ def build(
             op = dataclasses.replace(op, workspace=space)
         ops.append(op)
         equation_of.append(index)
+    sizes = [bytes_of(aval) for aval in program.avals]
+    if as_given and platform in _SHARING_ZEROS:
+        _share_zeros(program, equation_of, ops, sizes)
     unfused = Graph(
-        sizes=tuple(bytes_of(aval) for aval in program.avals),
+        sizes=tuple(sizes),
         ops=tuple(ops),
         inputs=(*program.inputs, *(value for value, _ in program.constants)),
         outputs=tuple(
@@ -173,23 +177,49 @@ def bytes_of(aval: Any) -> int:
     return math.prod(shape) * compat.item_bytes(dtype)
 
 
+# Compilers that make one array of zeros of each shape that a scatter needs, for all who read zeros of that shape.
+_SHARING_ZEROS = frozenset({"cuda", "rocm"})
+
+
+def _share_zeros(program: Program, equation_of: Sequence[int], ops: list[Op], sizes: list[int]) -> None:
+    """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
+
+    A rectifier's own zeros are fused; but the same broadcast is needed in memory later, so that the first kernel that
+    has it stores it.
+    """
+    first: dict[tuple, int] = {}
+    for index, at in enumerate(equation_of):
+        equation = program.equations[at]
+        aval = program.avals[equation.outputs[0]] if equation.outputs else None
+        if equation.primitive is P.max_p and is_zero(equation.inputs[1]):
+            first.setdefault((aval.shape, aval.dtype), index)
+        elif equation.primitive is P.select_and_scatter_add_p and (aval.shape, aval.dtype) in first:
+            maker = first[aval.shape, aval.dtype]
+            zeros = len(sizes)
+            sizes.append(bytes_of(aval))
+            ops[maker] = dataclasses.replace(ops[maker], outputs=(*ops[maker].outputs, zeros))
+            # The scatter's result takes their place.
+            ops[index - 1] = dataclasses.replace(ops[index - 1], inputs=(*ops[index - 1].inputs, zeros))
+
+
 def workspace_of(equation: Equation, program: Program, platform: str) -> int:
     """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
     operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
     if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
-        return _scatter_workspace(*operands, platform)
+        return _scatter_workspace(operands[0], operands[1], platform)
     if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
-        return _cpu_conv_workspace(equation.params["dimension_numbers"], *operands, program.avals[equation.outputs[0]])
+        numbers, result = equation.params["dimension_numbers"], program.avals[equation.outputs[0]]
+        return _cpu_conv_workspace(numbers, operands[0], operands[1], result)
     return 0
 
 
 def _scatter_workspace(source: Any, operand: Any, platform: str) -> int:
-    """A windowed reduction of each number with its index along every dimension, and zeros to scatter into. The CPU's
-    compiler stores the indices of the operand's elements, too."""
+    """A windowed reduction of each number with its index along every dimension; the zeros to scatter into are the
+    result's place. The CPU's compiler stores the indices of the operand's elements, too."""
     indices = 4 * len(source.shape)
     windows = math.prod(source.shape) * indices + bytes_of(source)
     elements = math.prod(operand.shape) * indices if platform == "cpu" else 0
-    return windows + elements + bytes_of(operand)
+    return windows + elements
 
 
 def _cpu_conv_workspace(numbers: Any, image: Any, kernel: Any, result: Any) -> int:

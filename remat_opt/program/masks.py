@@ -34,7 +34,7 @@ def mask_by_outputs(program: Program) -> Program:
     equations, asked = [], set()
     for equation in program.equations:
         x = equation.inputs[0] if equation.inputs else None
-        if isinstance(x, int) and len(equation.inputs) == 2 and _is_zero(equation.inputs[1]):
+        if isinstance(x, int) and len(equation.inputs) == 2 and is_zero(equation.inputs[1]):
             if equation.primitive is primitives.max_p:
                 rectified[x] = equation.outputs[0]
             elif equation.primitive is primitives.gt_p and x in rectified and _is_read_by_two(x, producer, users):
@@ -57,5 +57,6 @@ def _is_read_by_two(value: int, producer: dict[int, Equation], users: dict[int, 
     return sum(maker is not None and maker.primitive in _CONTRACTIONS for maker in made) == 1
 
 
-def _is_zero(operand: int | Constant) -> bool:
+def is_zero(operand: int | Constant) -> bool:
+    """Whether an operand is the number zero, written in the program."""
     return isinstance(operand, Constant) and operand.aval.shape == () and bool(np.asarray(operand.value) == 0)

@@ -103,7 +103,8 @@ class _Writer:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
         with compat.equation_context(equation.source_info, equation.context):
             if without_scatter(equation, self.bridge.platform):
-                return [scatter_free(*inputs, equation.params)]
+                source, operand = inputs
+                return [scatter_free(source, operand, equation.params)]
             return compat.bind_equation(equation.primitive, equation.params, inputs)
 
     def read(self, atom: int | Constant, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:
