@@ -94,6 +94,8 @@ def build(
     sizes = [bytes_of(aval) for aval in program.avals]
     if as_given and platform in _SHARING_ZEROS:
         _share_zeros(program, equation_of, ops, sizes)
+    if as_given and platform == "cpu":
+        _copy_early(program, equation_of, ops, sizes)
     unfused = Graph(
         sizes=tuple(sizes),
         ops=tuple(ops),
@@ -208,8 +210,9 @@ def workspace_of(equation: Equation, program: Program, platform: str) -> int:
     if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
         return _scatter_workspace(operands[0], operands[1], platform)
     if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
-        numbers, result = equation.params["dimension_numbers"], program.avals[equation.outputs[0]]
-        return _cpu_conv_workspace(numbers, operands[0], operands[1], result)
+        copied = _cpu_conv_copies(equation.params["dimension_numbers"])
+        avals = (*operands[:2], program.avals[equation.outputs[0]])
+        return sum(bytes_of(aval) for aval, is_copied in zip(avals, copied, strict=True) if is_copied)
     return 0
 
 
@@ -222,18 +225,36 @@ def _scatter_workspace(source: Any, operand: Any, platform: str) -> int:
     return windows + elements
 
 
-def _cpu_conv_workspace(numbers: Any, image: Any, kernel: Any, result: Any) -> int:
-    """The CPU has kernels for images as (batch, space, features) and weights as (space, inputs, features) alone; what
-    lies otherwise is copied, as both operands of a weight's gradient."""
+def _cpu_conv_copies(numbers: Any) -> tuple[bool, bool, bool]:
+    """Whether image, kernel and result of a convolution are copied: the CPU has kernels for images as (batch, space,
+    features) and weights as (space, inputs, features) alone. Both operands of a weight's gradient lie otherwise."""
     last = len(numbers.lhs_spec) - 1
-    space = tuple(range(1, last))
-    of_image, of_kernel = (0, last, *space), (last, last - 1, *range(last - 1))
-    expected = ((numbers.lhs_spec, of_image), (numbers.rhs_spec, of_kernel), (numbers.out_spec, of_image))
-    return sum(
-        bytes_of(aval)
-        for aval, (found, canonical) in zip((image, kernel, result), expected, strict=True)
-        if tuple(found) != canonical
+    of_image, of_kernel = (0, last, *range(1, last)), (last, last - 1, *range(last - 1))
+    return (
+        tuple(numbers.lhs_spec) != of_image,
+        tuple(numbers.rhs_spec) != of_kernel,
+        tuple(numbers.out_spec) != of_image,
     )
+
+
+def _copy_early(program: Program, equation_of: Sequence[int], ops: list[Op], sizes: list[int]) -> None:
+    """Let the copies of convolutions' operands live from when the operand is made: the CPU compiler's default order of
+    instructions favours concurrency, and a copy waits for nothing else."""
+    maker: dict[int, int] = {}
+    for index, at in enumerate(equation_of):
+        equation = program.equations[at]
+        if equation.primitive is P.conv_general_dilated_p:
+            copied = _cpu_conv_copies(equation.params["dimension_numbers"])
+            for operand, is_copied in zip(equation.inputs, copied, strict=False):
+                if not is_copied or isinstance(operand, Constant) or operand not in ops[index].inputs:
+                    continue
+                copy, made = len(sizes), maker.get(operand, 0)
+                sizes.append(sizes[operand])
+                ops[made] = dataclasses.replace(ops[made], outputs=(*ops[made].outputs, copy))
+                ops[index] = dataclasses.replace(
+                    ops[index], inputs=(*ops[index].inputs, copy), workspace=ops[index].workspace - sizes[operand]
+                )
+        maker.update(dict.fromkeys(equation.outputs, index))
 
 
 # FLOPs
