@@ -192,10 +192,12 @@ def _share_zeros(program: Program, equation_of: Sequence[int], ops: list[Op], si
     first: dict[tuple, int] = {}
     for index, at in enumerate(equation_of):
         equation = program.equations[at]
-        aval = program.avals[equation.outputs[0]] if equation.outputs else None
+        if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
+            continue
+        aval = program.avals[equation.outputs[0]]
         if equation.primitive is P.max_p and is_zero(equation.inputs[1]):
             first.setdefault((aval.shape, aval.dtype), index)
-        elif equation.primitive is P.select_and_scatter_add_p and (aval.shape, aval.dtype) in first:
+        elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
             maker = first[aval.shape, aval.dtype]
             zeros = len(sizes)
             sizes.append(bytes_of(aval))
