@@ -41,6 +41,7 @@ def _named(names: str) -> frozenset:
 ELEMENTWISE = _named(_ELEMENTWISE_NAMES)
 REDUCTION = _named(_REDUCTION_NAMES)
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
+SUMMING = frozenset({"cuda", "rocm", "cpu", "tpu"})
 # Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
 _MOVES = _named("broadcast_in_dim concatenate copy iota name pad reshape rev slice squeeze stop_gradient transpose")
 
@@ -56,6 +57,7 @@ class Bridge:
         on_demand: equations that no op stands for, by the value they make: constants, which depend on no input, and
             virtual values. They are evaluated afresh in each run that reads them.
         platform: of the compiler that it was built for, as of `build`.
+        behind_barriers: values that are read behind a barrier, so that no compiler fuses or simplifies them away.
     """
 
     graph: Graph
@@ -63,6 +65,7 @@ class Bridge:
     equation_of: tuple[int, ...]
     on_demand: dict[int, int]
     platform: str = ""
+    behind_barriers: frozenset[int] = frozenset()
 
 
 def build(
@@ -106,7 +109,7 @@ def build(
         aliases=_aliases(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    fusion = fuse(unfused)
+    fusion = fuse(unfused, with_sums=not as_given and platform in SUMMING)
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
     return Bridge(
         fusion.graph,
@@ -114,6 +117,7 @@ def build(
         tuple(equation_of[op] for op in fusion.op_of),
         {**constant_equations, **virtual},
         platform,
+        program.opaque | fusion.sums,
     )
 
 
