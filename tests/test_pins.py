@@ -38,7 +38,7 @@ def pins_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Pin]:
 
 
 def test_the_gradient_of_the_input_waits_for_that_of_the_weight() -> None:
-    assert pins_of(*backward_of_a_layer()) == {(2, 3): Pin(operand=2, results=(3,))}
+    assert pins_of(*backward_of_a_layer()) == {(2, 3): Pin(operands=(2,), results=(3,))}
 
 
 def test_what_depends_on_the_earlier_kernel_needs_no_pin() -> None:
@@ -95,3 +95,23 @@ def test_the_gpu_compiler_keeps_the_order_that_it_is_told(monkeypatch: pytest.Mo
     monkeypatch.setattr("remat_opt.write.train_step.pins", lambda *_: {})
     unpinned = temporary_bytes()
     assert pinned <= unpinned - 4 * IMAGES.size
+
+
+def reductions() -> tuple[Graph, Schedule]:
+    """Two reductions of one large buffer, 2, and what is made of it and them; as a batch norm's backward pass."""
+    ops = [
+        Op((0,), (1,), Kind.OPAQUE),
+        Op((1,), (2,), Kind.OPAQUE),
+        Op((2,), (3,), Kind.REDUCTION),
+        Op((2, 3), (4,), Kind.REDUCTION),
+        Op((2, 3, 4), (5,), Kind.ELEMENTWISE),
+    ]
+    graph = Graph((SMALL, SMALL, BIG, SMALL, SMALL, BIG), tuple(ops), inputs=(0,), outputs=(5,), fused=True)
+    return graph, Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3, 4))))
+
+
+def test_what_follows_a_reduction_reads_its_buffers_behind_a_barrier() -> None:
+    assert pins_of(*reductions()) == {
+        (2, 3): Pin(operands=(2,), results=(3,)),
+        (2, 4): Pin(operands=(2,), results=(4,)),
+    }

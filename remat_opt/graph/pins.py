@@ -4,6 +4,10 @@ A compiler knows dependencies, not the schedule. Kernels of which neither depend
 or become one kernel with the results of both. In a backward pass the gradient of a layer's weight is often the last to
 read that layer's input, and the gradient of the input is as large: where it is computed first, both are there at once.
 So the second is made to wait, by a barrier over one of its operands and a result of the first.
+
+And where a reduction and a later kernel compute the same elementwise values of the same buffers, as in a batch norm's
+backward pass, a compiler lets the reduction store these values, each as large as the buffers. Read behind a barrier
+that waits for the reduction, the buffers are others to the compiler, and the values are computed again.
 """
 
 from __future__ import annotations
@@ -22,9 +26,9 @@ NEAR_THE_PEAK = 0.85
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pin:
-    """The kernel reads `operand` behind a barrier that waits for `results` of kernels before it."""
+    """The kernel reads `operands` behind a barrier that waits for `results` of kernels before it."""
 
-    operand: int
+    operands: tuple[int, ...]
     results: tuple[int, ...]
 
 
@@ -75,6 +79,7 @@ class _PinsOfRun:
         self.outputs = frozenset(graph.outputs)
         self.made_by: dict[int, int] = {}  # value → index in this run
         self.before: list[int] = []  # for each kernel those that run before it whatever the compiler does, as bits
+        self.reductions_of: dict[int, int] = {}  # for a value the reductions of this run that read it, as bits
         self.frees: list[int] = []  # bytes that stay longer if the kernel is done later than it should
 
     def find(self, ops: Sequence[int]) -> dict[int, Pin]:
@@ -87,13 +92,35 @@ class _PinsOfRun:
                     known |= self.before[maker] | 1 << maker
             waits = {late: self.result_of(late, index, op) for late in self.that_may_be_late(op, index, known)}
             results = [value for value in waits.values() if value is not None]
+            operands = [self.operand(op)] if results else []
+            for buffer, result in self.reduced_before(op, index).items():
+                operands.append(buffer)
+                results.append(result)
+            for late, value in waits.items():
+                known |= (self.before[late] | 1 << late) if value is not None else 0
             if results:
-                found[op] = Pin(self.operand(op), tuple(dict.fromkeys(results)))
-                for late, value in waits.items():
-                    known |= (self.before[late] | 1 << late) if value is not None else 0
+                found[op] = Pin(tuple(dict.fromkeys(operands)), tuple(dict.fromkeys(results)))
             self.before.append(known)
             self.frees.append(self.freed_by(op, self.start + index))
             self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
+            if self.graph.ops[op].kind is Kind.REDUCTION:
+                for value in self.graph.ops[op].inputs:
+                    self.reductions_of[value] = self.reductions_of.get(value, 0) | 1 << index
+        return found
+
+    def reduced_before(self, op: int, index: int) -> dict[int, int]:
+        """Large buffers that the kernel reads and that a reduction before it reads, too; for each a value that shows
+        that this reduction is done."""
+        graph, peak = self.graph, self.liveness.peak
+        large = [v for v in graph.ops[op].inputs if graph.producer[v] >= 0 and graph.sizes[v] >= WORTH_A_PIN * peak]
+        if int(self.liveness.live[self.start + index]) + sum(graph.sizes[v] for v in large) <= NEAR_THE_PEAK * peak:
+            return {}
+        found: dict[int, int] = {}
+        for buffer in large:
+            latest = self.reductions_of.get(buffer, 0).bit_length() - 1
+            result = self.result_of(latest, index, op) if latest >= 0 else None
+            if result is not None:
+                found[buffer] = result
         return found
 
     def that_may_be_late(self, op: int, index: int, known: int) -> list[int]:
@@ -128,13 +155,14 @@ class _PinsOfRun:
         return max(made, key=lambda value: (self.graph.sizes[value], value), default=-1)
 
     def result_of(self, late: int, index: int, op: int) -> int | None:
-        """The smallest value that shows that a kernel is done, and that is read after this one."""
+        """The smallest value that shows that a kernel is done, and that is still to be read."""
+        read = self.graph.ops[op].inputs
         candidates = [
             value
             for value, maker in self.made_by.items()
             if (maker == late or self.before[maker] >> late & 1)
             and value != self.operand(op)
-            and (value in self.outputs or self.is_live(value, maker, self.start + index))
+            and (value in self.outputs or value in read or self.is_live(value, maker, self.start + index))
         ]
         return min(candidates, key=lambda value: (self.graph.sizes[value], value), default=None)
 

@@ -86,7 +86,7 @@ class _Writer:
                 self.wait(pin, environment)
                 on_demand.clear()  # what was made of the operand in front of the barrier
             environment.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
-            for value in self.program.opaque.intersection(equation.outputs):
+            for value in self.bridge.behind_barriers.intersection(equation.outputs):
                 environment[value] = lax.optimization_barrier(environment[value])
             if first_run:
                 for value in self.updated.intersection(equation.outputs):
@@ -95,7 +95,7 @@ class _Writer:
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
     def wait(self, pin: Pin, environment: dict[int, Any]) -> None:
-        together = (pin.operand, *pin.results)
+        together = (*pin.operands, *pin.results)
         behind = lax.optimization_barrier([environment[value] for value in together])
         environment.update(zip(together, behind, strict=True))
 
