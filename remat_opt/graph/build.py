@@ -41,7 +41,6 @@ def _named(names: str) -> frozenset:
 ELEMENTWISE = _named(_ELEMENTWISE_NAMES)
 REDUCTION = _named(_REDUCTION_NAMES)
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
-SUMMING = frozenset({"cuda", "rocm", "cpu", "tpu"})
 # Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
 _MOVES = _named("broadcast_in_dim concatenate copy iota name pad reshape rev slice squeeze stop_gradient transpose")
 
@@ -90,6 +89,8 @@ def build(
         op = _op(program, equation, rates, constant_equations)
         if not as_given and without_scatter(equation, platform):
             op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
+        elif as_given and platform == "cpu" and equation.primitive is P.concatenate_p:
+            op = dataclasses.replace(op, kind=Kind.OPAQUE)
         elif space := workspace_of(equation, program, platform):
             op = dataclasses.replace(op, workspace=space)
         ops.append(op)
@@ -109,7 +110,7 @@ def build(
         aliases=_aliases(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    fusion = fuse(unfused, with_sums=not as_given and platform in SUMMING)
+    fusion = fuse(unfused, with_sums=not as_given)
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
     return Bridge(
         fusion.graph,
@@ -215,6 +216,8 @@ def workspace_of(equation: Equation, program: Program, platform: str) -> int:
     operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
     if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
         return _scatter_workspace(operands[0], operands[1], platform)
+    if equation.primitive is P.concatenate_p and platform == "cpu":
+        return bytes_of(program.avals[equation.outputs[0]])  # copied by a routine of its own, never fused
     if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
         copied = _cpu_conv_copies(equation.params["dimension_numbers"])
         avals = (*operands[:2], program.avals[equation.outputs[0]])

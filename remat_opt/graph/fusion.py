@@ -116,7 +116,9 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
             for value in op.outputs:
                 sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
             continue
-        kernels.append(dataclasses.replace(op, inputs=inputs, flops=op.flops + sum(graph.ops[o].flops for o in chain)))
+        flops = op.flops + sum(graph.ops[o].flops for o in chain)
+        workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
+        kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace))
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
     return Fusion(fused, tuple(op_of), virtual, frozenset(sums))
