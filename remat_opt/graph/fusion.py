@@ -10,8 +10,9 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
-   size. Left virtual, both cotangents of a residual connection wait for the layer before it to be computed again; the
-   sum is one buffer. A compiler would fuse it, so that it is written behind a barrier.
+   size, and of which more than updates is made. Left virtual, both cotangents of a residual connection wait for the
+   layer before it to be computed again; the sum is one buffer. A compiler would fuse it, so that it is written behind
+   a barrier.
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
 virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever
@@ -54,6 +55,7 @@ def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
 def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
     sources: dict[int, frozenset[int]] = {}
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
+    passed_on = _passed_on(graph) if sums is not None else []
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE:
             continue
@@ -65,13 +67,24 @@ def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int]
             moved = sum(graph.sizes[source] for source in read)
             if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
-            elif sums is not None and _is_last_of_two(graph, index, value, read, made_of):
+            elif sums is not None and passed_on[value] and _is_last_of_two(graph, index, value, read, made_of):
                 stored[value] = True
                 sums.add(value)
             else:
                 sources[value] = read
                 for source in read:
                     made_of.setdefault(source, [source]).append(value)
+
+
+def _passed_on(graph: Graph) -> list[bool]:
+    """For each value, whether anything but elementwise work is made of it: not so in an optimizer's update, which
+    follows its gradient at once."""
+    found = [False] * len(graph.sizes)
+    for op in reversed(graph.ops):
+        if op.kind is not Kind.ELEMENTWISE or any(found[value] for value in op.outputs):
+            for value in op.inputs:
+                found[value] = True
+    return found
 
 
 def _is_last_of_two(graph: Graph, index: int, value: int, read: frozenset[int], made_of: dict[int, list[int]]) -> bool:
