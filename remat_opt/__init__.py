@@ -4,8 +4,9 @@
 backward pass, and makes XLA recompute everything else.
 """
 
-from remat_opt.api import frontier, optimize
+from remat_opt.api import frontier, measure, optimize
 from remat_opt.budget import InfeasibleBudget
+from remat_opt.measuring import Measurement
 from remat_opt.optimized import OptimizedFunction, RematWarning
 from remat_opt.pareto import Frontier, FrontierPoint
 from remat_opt.plan import Plan, PlanError
@@ -16,10 +17,12 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "InfeasibleBudget",
+    "Measurement",
     "OptimizedFunction",
     "Plan",
     "PlanError",
     "RematWarning",
     "frontier",
+    "measure",
     "optimize",
 ]

@@ -81,6 +81,10 @@ class AdaptedFunction:
             self._inner.question = None
         raise RuntimeError("expected the library's jit object to lower its inner function; it did not")
 
+    def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`question(function, args, kwargs)` of the inner optimised function and the arrays that it is called with."""
+        return self._ask(lambda *a, **k: question(self._inner.optimized, a, k), args, kwargs)
+
     def plan(self, *args, **kwargs) -> Any:
         """What was decided for these arguments."""
         return self._ask(self._inner.optimized.plan, args, kwargs)

@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
-from remat_opt.adapters import adapt
+from remat_opt.adapters import AdaptedFunction, adapt
+from remat_opt.measuring import Measurement, measure_step
 from remat_opt.optimized import OptimizedFunction, merge_options
 from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.settings import Settings, check_settings
-from remat_opt.targets import Target
+from remat_opt.targets import Target, resolve_target
 
 _NOT_GIVEN: Any = object()
 
@@ -138,6 +139,33 @@ def frontier(
     if not callable(fun):
         raise TypeError(f"expected a function (plain or jax.jit), got {type(fun).__name__}")
     return trace_frontier(fun, settings, {}, args, kwargs, budgets)
+
+
+def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Measurement:
+    """Compile a step for a device, which need not be here, and read the compiler's figures. Nothing runs.
+
+    Args:
+        fun: a step as for `optimize`, measured as it is and optimised for the target; or an optimised one, measured as
+            it is.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
+        target: the device ("cpu", "h200", "v5e", …); default: the one that an optimised step is planned for, else the
+            attached backend. Figures for a GPU that is not here are without autotuning and its scratch memory.
+        **kwargs: keyword arguments of the step.
+
+    Returns:
+        A `Measurement`: temporary memory, arguments, outputs, what is aliased, the physical peak, FLOPs where the
+        compiler counts them, and seconds of compiling. `print` it for a table.
+
+    Raises:
+        ValueError: the target does not exist; the message lists those that do.
+        TargetUnavailable: the target's compiler is not installed; the message names the extra.
+        ProgramNotPortable: the step cannot be carried to the target's compiler (host callbacks).
+        CompilationFailed: the compiler refuses the step, for another reason than the device's memory.
+    """
+    resolved = None if target is None else resolve_target(target)
+    if isinstance(fun, (OptimizedFunction, AdaptedFunction)):
+        return measure_step(fun, resolved, False, args, kwargs)
+    return measure_step(optimize(fun, target=resolved), resolved, True, args, kwargs)
 
 
 def _optimize_jitted(jitted: Callable, settings: Settings, jit_options: dict[str, Any]) -> OptimizedFunction:

@@ -79,6 +79,11 @@ class OptimizedFunction:
         """The options of `jax.jit` that it is jitted with, without those that are ours."""
         return dict(self._options)
 
+    @property
+    def target(self) -> Target:
+        """The device that it is planned for."""
+        return resolve_target(self._settings.target)
+
     def __repr__(self) -> str:
         return f"<remat_opt.optimize({self._name})>"
 
@@ -162,6 +167,12 @@ class OptimizedFunction:
             prepared.names(solution.choice),
             dict(decision.seconds),
         )
+
+    def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.ask(question, args, kwargs)
+        return question(self, args, kwargs)
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled steps."""

@@ -27,7 +27,9 @@ from remat_opt.loops.pairs import find_pairs
 from remat_opt.plan import Plan, PlanError, Prediction, check_fit, digest
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
+from remat_opt.program.inline import Program
 from remat_opt.program.names import name_values
+from remat_opt.program.pooling import without_scatter
 from remat_opt.report.progress import SearchProgress
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.search.watching import watched_by
@@ -103,7 +105,10 @@ class Prepared:
         """Predicted peak in bytes of the step as it was given, in its own order."""
         if self.given:
             return self.given.as_given
-        graph = self.bridge.graph
+        graph, captured = self.bridge.graph, self.captured
+        other_forms = any(without_scatter(equation, self.target.platform) for equation in captured.program.equations)
+        if captured.given is not captured.program or other_forms:
+            graph = _bridge(captured.given, captured, self.target, as_given=True).graph
         return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
     @property
@@ -123,8 +128,13 @@ class Prepared:
 def prepare(captured: Captured, target: Target) -> Prepared:
     """Build the graph of a captured program with the costs of a target."""
     started = time.perf_counter()
-    bridge = build(captured.program, Rates(target.bandwidth, target.flops), captured.donated)
+    bridge = _bridge(captured.program, captured, target)
     return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
+
+
+def _bridge(program: Program, captured: Captured, target: Target, *, as_given: bool = False) -> Bridge:
+    rates = Rates(target.bandwidth, target.flops)
+    return build(program, rates, captured.donated, platform=target.platform, as_given=as_given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

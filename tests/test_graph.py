@@ -140,6 +140,24 @@ def test_a_fused_graph_has_the_stored_values_and_reads_their_sources(graph: Grap
     assert fusion.virtual == {value: index for index in rest for value in graph.ops[index].outputs}
 
 
+@pytest.mark.parametrize(
+    ("read_again", "size", "stored"),
+    [(False, 10, True), (True, 10, False), (False, 4, True), (False, 11, False)],
+)
+def test_the_last_sum_of_two_buffers_is_a_buffer_in_what_is_written(read_again: bool, size: int, stored: bool) -> None:
+    sketch = Sketch()
+    first, second = (sketch.op(sketch.input(1), size=10, kind=Kind.CONTRACTION) for _ in range(2))
+    total = sketch.elementwise(sketch.elementwise(first, size=10), second, size=size)
+    used = sketch.op(total, size=1, kind=Kind.REDUCTION)
+    again = [sketch.op(first, size=1, kind=Kind.REDUCTION)] if read_again else []
+    graph = sketch.graph(used, *again)
+    fusion = fuse(graph, with_sums=True)
+    assert fusion.sums == ({total} if stored else set())
+    assert (total in fusion.virtual) is not stored
+    assert fuse(graph).sums == set()
+    assert total in fuse(graph).virtual
+
+
 def test_saving_everything_is_one_run_in_program_order() -> None:
     graph = diamond()
     schedule = save_everything(graph)

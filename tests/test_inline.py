@@ -313,3 +313,18 @@ def test_inlining_a_flat_program_changes_nothing() -> None:
 
     jaxpr = jax.make_jaxpr(flat)(X)
     assert names(inline(jaxpr)) == [equation.primitive.name for equation in jaxpr.jaxpr.eqns]
+
+
+def test_the_reversal_of_a_1x1_kernel_is_nothing() -> None:
+    x, kernel = jnp.ones((1, 4, 4, 3)), jnp.arange(6.0).reshape(1, 1, 3, 2)
+
+    def gradients(kernel):
+        def loss(x, kernel):
+            convolved = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            return (convolved**2).sum()
+
+        return jax.grad(loss)(x, kernel)
+
+    assert "rev" in str(jax.make_jaxpr(gradients)(kernel))
+    assert "rev" not in names(assert_flat_and_equal(gradients, kernel))
+    assert "rev" in names(assert_flat_and_equal(gradients, jnp.ones((3, 3, 3, 2))))

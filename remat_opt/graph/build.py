@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,8 @@ from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
+from remat_opt.program.masks import is_zero
+from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
@@ -58,37 +60,53 @@ class Bridge:
         equation_of: for each op the equation whose results it stores.
         on_demand: equations that no op stands for, by the value they make: constants, which depend on no input, and
             virtual values. They are evaluated afresh in each run that reads them.
+        platform: of the compiler that it was built for, as of `build`.
+        behind_barriers: values that are read behind a barrier, so that no compiler fuses or simplifies them away.
     """
 
     graph: Graph
     program: Program
     equation_of: tuple[int, ...]
     on_demand: dict[int, int]
+    platform: str = ""
+    behind_barriers: frozenset[int] = frozenset()
 
 
-def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bridge:
+def build(
+    program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, platform: str = "", as_given: bool = False
+) -> Bridge:
     """Build the graph of a flat program.
 
     Args:
         program: the flat jaxpr.
         rates: FLOP/s and bytes/s of the target.
         donated: for each input of the program whether its buffer may be reused.
+        platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
+        as_given: the step is not written again, so that none is.
     """
     constant_equations: dict[int, int] = {}
     ops: list[Op] = []
     equation_of: list[int] = []
-    sizes = [bytes_of(aval) for aval in program.avals]
     for index, equation in enumerate(program.equations):
         if _is_constant(equation, constant_equations):
             constant_equations.update(dict.fromkeys(equation.outputs, index))
             continue
         op = _op(program, equation, rates, constant_equations)
-        if space := workspace_of_loops(equation.primitive, equation.params, rates):
-            # A value that nobody reads stands for what a step of the loop needs while it runs.
-            op = dataclasses.replace(op, outputs=(*op.outputs, len(sizes)))
-            sizes.append(space)
+        if not as_given and without_scatter(equation, platform):
+            op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
+        elif as_given and platform == "cpu" and equation.primitive is P.concatenate_p:
+            op = dataclasses.replace(op, kind=Kind.OPAQUE)
+        elif space := workspace_of(equation, program, platform):
+            op = dataclasses.replace(op, workspace=space)
+        elif space := workspace_of_loops(equation.primitive, equation.params, rates):
+            op = dataclasses.replace(op, workspace=space)
         ops.append(op)
         equation_of.append(index)
+    sizes = [bytes_of(aval) for aval in program.avals]
+    if as_given and platform in _SHARING_ZEROS:
+        _share_zeros(program, equation_of, ops, sizes)
+    if as_given and platform == "cpu":
+        _copy_early(program, equation_of, ops, sizes)
     unfused = Graph(
         sizes=tuple(sizes),
         ops=tuple(ops),
@@ -99,10 +117,15 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = ()) -> Bri
         aliases=_aliases(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    fusion = fuse(unfused)
+    fusion = fuse(unfused, with_sums=not as_given)
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
     return Bridge(
-        fusion.graph, program, tuple(equation_of[op] for op in fusion.op_of), {**constant_equations, **virtual}
+        fusion.graph,
+        program,
+        tuple(equation_of[op] for op in fusion.op_of),
+        {**constant_equations, **virtual},
+        platform,
+        program.opaque | fusion.sums,
     )
 
 
@@ -194,6 +217,88 @@ def bytes_of(aval: Any) -> int:
     if shape is None or dtype is None:
         return 0
     return math.prod(shape) * compat.item_bytes(dtype)
+
+
+# Compilers that make one array of zeros of each shape that a scatter needs, for all who read zeros of that shape.
+_SHARING_ZEROS = frozenset({"cuda", "rocm"})
+
+
+def _share_zeros(program: Program, equation_of: Sequence[int], ops: list[Op], sizes: list[int]) -> None:
+    """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
+
+    A rectifier's own zeros are fused; but the same broadcast is needed in memory later, so that the first kernel that
+    has it stores it.
+    """
+    first: dict[tuple, int] = {}
+    for index, at in enumerate(equation_of):
+        equation = program.equations[at]
+        if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
+            continue
+        aval = program.avals[equation.outputs[0]]
+        if equation.primitive is P.max_p and is_zero(equation.inputs[1]):
+            first.setdefault((aval.shape, aval.dtype), index)
+        elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
+            maker = first[aval.shape, aval.dtype]
+            zeros = len(sizes)
+            sizes.append(bytes_of(aval))
+            ops[maker] = dataclasses.replace(ops[maker], outputs=(*ops[maker].outputs, zeros))
+            # The scatter's result takes their place.
+            ops[index - 1] = dataclasses.replace(ops[index - 1], inputs=(*ops[index - 1].inputs, zeros))
+
+
+def workspace_of(equation: Equation, program: Program, platform: str) -> int:
+    """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
+    operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+    if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
+        return _scatter_workspace(operands[0], operands[1], platform)
+    if equation.primitive is P.concatenate_p and platform == "cpu":
+        return bytes_of(program.avals[equation.outputs[0]])  # copied by a routine of its own, never fused
+    if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
+        copied = _cpu_conv_copies(equation.params["dimension_numbers"])
+        avals = (*operands[:2], program.avals[equation.outputs[0]])
+        return sum(bytes_of(aval) for aval, is_copied in zip(avals, copied, strict=True) if is_copied)
+    return 0
+
+
+def _scatter_workspace(source: Any, operand: Any, platform: str) -> int:
+    """A windowed reduction of each number with its index along every dimension; the zeros to scatter into are the
+    result's place. The CPU's compiler stores the indices of the operand's elements, too."""
+    indices = 4 * len(source.shape)
+    windows = math.prod(source.shape) * indices + bytes_of(source)
+    elements = math.prod(operand.shape) * indices if platform == "cpu" else 0
+    return windows + elements
+
+
+def _cpu_conv_copies(numbers: Any) -> tuple[bool, bool, bool]:
+    """Whether image, kernel and result of a convolution are copied: the CPU has kernels for images as (batch, space,
+    features) and weights as (space, inputs, features) alone. Both operands of a weight's gradient lie otherwise."""
+    last = len(numbers.lhs_spec) - 1
+    of_image, of_kernel = (0, last, *range(1, last)), (last, last - 1, *range(last - 1))
+    return (
+        tuple(numbers.lhs_spec) != of_image,
+        tuple(numbers.rhs_spec) != of_kernel,
+        tuple(numbers.out_spec) != of_image,
+    )
+
+
+def _copy_early(program: Program, equation_of: Sequence[int], ops: list[Op], sizes: list[int]) -> None:
+    """Let the copies of convolutions' operands live from when the operand is made: the CPU compiler's default order of
+    instructions favours concurrency, and a copy waits for nothing else."""
+    maker: dict[int, int] = {}
+    for index, at in enumerate(equation_of):
+        equation = program.equations[at]
+        if equation.primitive is P.conv_general_dilated_p:
+            copied = _cpu_conv_copies(equation.params["dimension_numbers"])
+            for operand, is_copied in zip(equation.inputs, copied, strict=False):
+                if not is_copied or isinstance(operand, Constant) or operand not in ops[index].inputs:
+                    continue
+                copy, made = len(sizes), maker.get(operand, 0)
+                sizes.append(sizes[operand])
+                ops[made] = dataclasses.replace(ops[made], outputs=(*ops[made].outputs, copy))
+                ops[index] = dataclasses.replace(
+                    ops[index], inputs=(*ops[index].inputs, copy), workspace=ops[index].workspace - sizes[operand]
+                )
+        maker.update(dict.fromkeys(equation.outputs, index))
 
 
 # FLOPs

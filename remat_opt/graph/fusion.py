@@ -9,6 +9,10 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
 3. A virtual value is a buffer after all where fusing it would move more bytes than storing it. With c readers and
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
+4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
+   size, and of which more than updates is made. Left virtual, both cotangents of a residual connection wait for the
+   layer before it to be computed again; the sum is one buffer. A compiler would fuse it, so that it is written behind
+   a barrier.
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
 virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever
@@ -27,6 +31,11 @@ _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
 
 def materialised(graph: Graph) -> list[bool]:
     """For each value, whether it is a buffer in the program as it was written."""
+    return _stored(graph, None)
+
+
+def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
+    """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
     stored = [graph.fused] * len(graph.sizes)
     if graph.fused:
         return stored
@@ -39,13 +48,15 @@ def materialised(graph: Graph) -> list[bool]:
         if op.kind in _STORED_OPERANDS:
             for value in op.inputs:
                 stored[value] = True
-    _store_what_is_dear_to_fuse(graph, stored)
+    _store_what_is_dear_to_fuse(graph, stored, sums)
     return stored
 
 
-def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool]) -> None:
+def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
     sources: dict[int, frozenset[int]] = {}
-    for op in graph.ops:
+    made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
+    passed_on = _passed_on(graph) if sums is not None else []
+    for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE:
             continue
         read = frozenset().union(*(sources.get(value, (value,)) for value in op.inputs))
@@ -56,8 +67,33 @@ def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool]) -> None:
             moved = sum(graph.sizes[source] for source in read)
             if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
+            elif sums is not None and passed_on[value] and _is_last_of_two(graph, index, value, read, made_of):
+                stored[value] = True
+                sums.add(value)
             else:
                 sources[value] = read
+                for source in read:
+                    made_of.setdefault(source, [source]).append(value)
+
+
+def _passed_on(graph: Graph) -> list[bool]:
+    """For each value, whether anything but elementwise work is made of it: not so in an optimizer's update, which
+    follows its gradient at once."""
+    found = [False] * len(graph.sizes)
+    for op in reversed(graph.ops):
+        if op.kind is not Kind.ELEMENTWISE or any(found[value] for value in op.outputs):
+            for value in op.inputs:
+                found[value] = True
+    return found
+
+
+def _is_last_of_two(graph: Graph, index: int, value: int, read: frozenset[int], made_of: dict[int, list[int]]) -> bool:
+    """Whether an op is the last to read at least two buffers of its result's size."""
+    freed = 0
+    for source in read:
+        if graph.producer[source] >= 0 and graph.sizes[source] >= graph.sizes[value] > 0:
+            freed += all(graph.users[v][-1] <= index for v in made_of.get(source, [source]) if graph.users[v])
+    return freed >= 2 and bool(graph.users[value])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,16 +104,19 @@ class Fusion:
         graph: kernels and buffers; values keep their numbers, virtual ones are read and made by nobody.
         op_of: for each kernel the op of the original graph whose results are buffers.
         virtual: for each virtual value the op of the original graph that makes it.
+        sums: values that are buffers by rule 4.
     """
 
     graph: Graph
     op_of: tuple[int, ...]
     virtual: dict[int, int]
+    sums: frozenset[int] = frozenset()
 
 
-def fuse(graph: Graph) -> Fusion:
-    """Merge virtual values into the kernels that read them."""
-    stored = materialised(graph)
+def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
+    """Merge virtual values into the kernels that read them; by rules 1 to 3, and on request 4."""
+    sums: set[int] = set()
+    stored = _stored(graph, sums if with_sums else None)
     sources: dict[int, tuple[int, ...]] = {}
     chains: dict[int, tuple[int, ...]] = {}  # for a virtual value the ops that make it from its sources
     virtual: dict[int, int] = {}
@@ -90,7 +129,9 @@ def fuse(graph: Graph) -> Fusion:
             for value in op.outputs:
                 sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
             continue
-        kernels.append(dataclasses.replace(op, inputs=inputs, flops=op.flops + sum(graph.ops[o].flops for o in chain)))
+        flops = op.flops + sum(graph.ops[o].flops for o in chain)
+        workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
+        kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace))
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
-    return Fusion(fused, tuple(op_of), virtual)
+    return Fusion(fused, tuple(op_of), virtual, frozenset(sums))

@@ -35,6 +35,7 @@ class Op:
         seconds: estimated time of one run on the target.
         repeatable: whether it may be run a second time.
         name: the primitive's name, for reports only.
+        workspace: bytes that are live only while it runs, beside its operands and results.
     """
 
     inputs: tuple[int, ...]
@@ -44,6 +45,7 @@ class Op:
     seconds: float = 0.0
     repeatable: bool = True
     name: str = ""
+    workspace: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -125,6 +127,11 @@ class Graph:
     def size_array(self) -> np.ndarray:
         """`sizes` as an array."""
         return np.array(self.sizes, dtype=np.int64)
+
+    @functools.cached_property
+    def workspaces(self) -> np.ndarray:
+        """`Op.workspace` of each op."""
+        return np.array([op.workspace for op in self.ops], dtype=np.int64)
 
     @functools.cached_property
     def always_there(self) -> np.ndarray:

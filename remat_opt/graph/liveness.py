@@ -6,7 +6,7 @@ still to be read.
 
 Every value of the graph has to be a buffer, as in the graphs that `fusion.fuse` gives. A schedule's positions are its
 ops, in order, with one more before each recomputed run: its barrier. What a barrier covers is read behind it anyway, so
-that it lengthens no life.
+that it lengthens no life. While an op runs its workspace is live, too.
 """
 
 from __future__ import annotations
@@ -119,7 +119,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     _share_places(graph, lives, end)
     change = np.bincount(lives.birth, lives.size, minlength=end + 2)
     change -= np.bincount(lives.death + 1, lives.size, minlength=end + 2)
-    return Liveness(np.cumsum(change.astype(np.int64))[: end + 1], lives)
+    live = np.cumsum(change.astype(np.int64))[: end + 1]
+    live[positions] += graph.workspaces[ops]
+    return Liveness(live, lives)
 
 
 def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, int]:

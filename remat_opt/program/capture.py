@@ -9,6 +9,7 @@ import jax
 
 from remat_opt.program import compat
 from remat_opt.program.inline import Program, inline
+from remat_opt.program.masks import mask_by_outputs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -17,13 +18,16 @@ class Captured:
 
     Attributes:
         traced: JAX's own record; its jaxpr is the same object for every call of the same signature.
-        program: the flat program. Its inputs are the values the function closes over while it is differentiated or
-            batched (`closed_over`), then the flat dynamic arguments.
+        given: the flat program as it was traced.
+        program: the same as it is planned and written, with other masks (`masks.py`). The inputs of both are the values
+            the function closes over while it is differentiated or batched (`closed_over`), then the flat dynamic
+            arguments.
         donated: for each input of the program whether its buffer may be reused.
         closed_over: tracers of an outer transform that the function reads without having them as arguments.
     """
 
     traced: Any
+    given: Program
     program: Program
     donated: tuple[bool, ...]
     closed_over: tuple[Any, ...]
@@ -45,7 +49,7 @@ def capture_traced(traced: Any, *, keep_checkpoints: bool = False) -> Captured:
     closed_over = compat.closed_over_tracers(traced)
     given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
     program = inline(traced.jaxpr, keep_checkpoints=keep_checkpoints)
-    return Captured(traced, program, (False,) * len(closed_over) + given, closed_over)
+    return Captured(traced, program, mask_by_outputs(program), (False,) * len(closed_over) + given, closed_over)
 
 
 def dynamic_leaves(args: tuple, kwargs: dict) -> list[Any]:

@@ -19,6 +19,7 @@ from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.state.types import AbstractRef
 from jax.core import Tracer as Tracer
+from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
@@ -109,6 +110,16 @@ def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any])
     """Evaluate one equation on values or tracers; always a list of outputs."""
     outputs = primitive.bind(*inputs, **primitive.get_bind_params(params))
     return list(outputs) if primitive.multiple_results else [outputs]
+
+
+def with_default_layout(array: Any) -> Any:
+    """The same array, row-major in memory from here on.
+
+    JAX lets XLA choose the layout of an output that comes straight from such a constraint, and then refuses donation
+    for it; the barrier stands between the two.
+    """
+    constrained = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
+    return lax.optimization_barrier(constrained)
 
 
 @contextlib.contextmanager

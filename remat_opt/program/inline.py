@@ -50,6 +50,7 @@ class Program:
     outputs: tuple[int | Constant, ...]
     entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
     run_once: frozenset[int] = frozenset()  # values whose equations are not to be repeated: loops that repeat within
+    opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
 
     @property
     def has_references(self) -> bool:
@@ -141,6 +142,9 @@ class _Inliner:
             if inner is not None:
                 self.enter(equation, inner, inputs, environment, source)
                 continue
+            if _does_nothing(equation):
+                environment[equation.outvars[0]] = inputs[0]
+                continue
             outputs = self.emit(equation, inputs, source)
             environment.update(zip(equation.outvars, outputs, strict=True))
 
@@ -181,6 +185,15 @@ class _Inliner:
                 kept.append(equation)
                 needed.update(atom for atom in equation.inputs if not isinstance(atom, Constant))
         return tuple(reversed(kept))
+
+
+def _does_nothing(equation: Any) -> bool:
+    """Whether an equation hands its operand on, as the reversal of a 1×1 kernel in a convolution's gradient. To a
+    compiler both are one buffer, which an update of that weight has to wait for."""
+    if equation.primitive is not primitives.rev_p:
+        return False
+    shape = equation.outvars[0].aval.shape
+    return all(shape[axis] == 1 for axis in equation.params["dimensions"])
 
 
 def _number(equation: Any, inputs: tuple) -> Any | None:

@@ -14,10 +14,19 @@ import jax
 from jax import lax
 
 from remat_opt.graph.build import Bridge
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.pins import Pin, pins
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
+from remat_opt.program.pooling import scatter_free, without_scatter
+
+# Compilers that give the gradient of a weight the layout that its convolution likes, and with it the updated weight,
+# from its update to the end of the step: a copy of all weights beside the donated ones.
+_FREE_LAYOUTS = frozenset({"cuda", "rocm"})
+# Compilers that order or join independent kernels without regard for memory.
+_REORDERING = frozenset({"cuda", "rocm"})
 
 
 def write(bridge: Bridge, schedule: Schedule, saved_names: dict[int, str], arguments: Sequence[Any]) -> list[Any]:
@@ -42,12 +51,22 @@ class _Writer:
         self.saved_names = saved_names
         self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
         self.environment: dict[int, Any] = {}
+        self.pins: dict[tuple[int, int], Pin] = {}
+        self.run_index = 0
+        self.updated = self.written_over() if bridge.platform in _FREE_LAYOUTS else frozenset()
+
+    def written_over(self) -> frozenset[int]:
+        """Outputs that take the place of a donated argument."""
+        return frozenset(output for _, output in self.bridge.graph.aliases)
 
     def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
         self.environment.update(zip(self.program.inputs, arguments, strict=True))
         self.environment.update(self.program.constants)
         self.guards = guards(self.bridge.graph, schedule)
-        for stage in timeline(self.bridge.graph, schedule):
+        if self.bridge.platform in _REORDERING:
+            self.pins = pins(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
+        for index, stage in enumerate(timeline(self.bridge.graph, schedule)):
+            self.run_index = index
             if stage.crossing is None:
                 self.evaluate(stage.run.ops, self.environment, first_run=True)
             else:
@@ -63,14 +82,29 @@ class _Writer:
                 together = self.guards[op]
                 behind = lax.optimization_barrier([environment[value] for value in together])
                 environment.update(zip(together, behind, strict=True))
+            if pin := self.pins.get((self.run_index, op)):
+                self.wait(pin, environment)
+                on_demand.clear()  # what was made of the operand in front of the barrier
             environment.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
+            for value in self.bridge.behind_barriers.intersection(equation.outputs):
+                environment[value] = lax.optimization_barrier(environment[value])
             if first_run:
+                for value in self.updated.intersection(equation.outputs):
+                    environment[value] = compat.with_default_layout(environment[value])
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
+
+    def wait(self, pin: Pin, environment: dict[int, Any]) -> None:
+        together = (*pin.operands, *pin.results)
+        behind = lax.optimization_barrier([environment[value] for value in together])
+        environment.update(zip(together, behind, strict=True))
 
     def bind(self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any]) -> list[Any]:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
         with compat.equation_context(equation.source_info, equation.context):
+            if without_scatter(equation, self.bridge.platform):
+                source, operand = inputs
+                return [scatter_free(source, operand, equation.params)]
             return compat.bind_equation(equation.primitive, equation.params, inputs)
 
     def read(self, atom: int | Constant, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:

@@ -1,0 +1,184 @@
+"""Temporary memory as our model predicts it against what compilers report, plain and optimised, network by network.
+
+    python -m benchmarks.predicted_memory                      # all rows that have no result yet
+    python -m benchmarks.predicted_memory --target h200 --network resnet50 --again
+
+Each row is compiled in a process of its own and kept in `benchmarks/results/predicted_memory.json` as soon as it is
+there, so that a run can be stopped and taken up again; `predicted_memory.md` is the same as a table. Nothing runs and
+nothing is allocated; the devices need not be here (extras `cuda-aot`, `tpu-aot`). Steps are float32, SGD with momentum,
+the state donated. A plain step is compiled as `jax.jit` would.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+ACCELERATORS = ("h200", "v5e")
+
+
+class Row(NamedTuple):
+    """One network on one target: images in a batch and pixels of an image's side."""
+
+    network: str
+    batch: int
+    size: int
+    target: str
+
+    @property
+    def key(self) -> str:
+        """Its name in the results."""
+        return f"{self.network} {self.batch}×{self.size}² {self.target}"
+
+
+_SIZES = (
+    ("alexnet", 1024),
+    ("vgg16", 64),
+    ("resnet50", 64),
+    ("resnet152", 16),
+    ("densenet121", 32),
+    ("densenet201", 16),
+)
+_ON_THE_CPU = (
+    ("alexnet", 32, 224),
+    ("vgg16", 4, 128),
+    ("resnet50", 8, 128),
+    ("resnet152", 4, 128),
+    ("densenet121", 8, 128),
+)
+ROWS = (
+    *(Row(network, batch, size, "cpu") for network, batch, size in _ON_THE_CPU),
+    *(Row(network, batch, 224, target) for target in ACCELERATORS for network, batch in _SIZES),
+)
+
+
+def measure_row(row: Row) -> dict[str, Any]:
+    """Plan and compile one row, in this process."""
+    import remat_opt
+    from remat_opt.examples import image_classifier
+
+    example = image_classifier(row.network, batch=row.batch, size=row.size)
+    step = remat_opt.optimize(example.train_step, target=row.target, donate_argnums=example.donate_argnums)
+    started = time.perf_counter()
+    predicted = step.plan(*example.abstract_args).predicted
+    planned = time.perf_counter() - started
+    import jax
+
+    jitted = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
+    found = remat_opt.measure(jitted, *example.abstract_args, target=row.target)
+    return {
+        **row._asdict(),
+        "predicted": {"plain": predicted.plain_peak_bytes, "optimized": predicted.peak_bytes},
+        "extra_flops": predicted.extra_flops / predicted.flops,
+        "planning_seconds": round(planned, 2),
+        "measured": {
+            "plain": found.plain.as_json() if found.plain is not None else None,
+            "optimized": found.optimized.as_json() if found.optimized is not None else None,
+        },
+    }
+
+
+def errors_of(results: dict[str, dict]) -> list[float]:
+    """Relative errors of all predictions, without sign."""
+    pairs = [
+        (result["predicted"][step], figures["temp_bytes"])
+        for result in results.values()
+        for step, figures in result["measured"].items()
+        if figures is not None
+    ]
+    return [abs(predicted - measured) / measured for predicted, measured in pairs]
+
+
+def to_markdown(results: dict[str, dict]) -> str:
+    """All results as a table, MB of temporary memory."""
+    lines = [
+        "# Predicted and compiled temporary memory",
+        "",
+        "MB (10^6 bytes), float32, SGD with momentum, state donated; written by "
+        "`python -m benchmarks.predicted_memory`. Figures for an absent GPU are without autotuning.",
+        "",
+        "| network, batch, image | target | plain: predicted | compiled | error "
+        "| optimised: predicted | compiled | error | against plain | extra FLOPs | jax |",
+        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
+    ]
+    for result in results.values():
+        cells = [f"{result['network']}, {result['batch']}, {result['size']}²", result["target"]]
+        for step in ("plain", "optimized"):
+            figures, predicted = result["measured"][step], result["predicted"][step]
+            cells.append(f"{predicted / 1e6:.0f}")
+            if figures is None:
+                cells += ["does not fit", "–"]
+                continue
+            measured = figures["temp_bytes"]
+            cells += [f"{measured / 1e6:.0f}", f"{(predicted - measured) / measured:+.0%}"]
+        plain, optimized = (result["measured"][step] for step in ("plain", "optimized"))
+        both = plain is not None and optimized is not None
+        cells.append(f"{optimized['temp_bytes'] / plain['temp_bytes']:.0%}" if both else "–")
+        cells.append(f"{result['extra_flops']:.0%}")
+        cells.append((optimized or plain or {}).get("jax_version", "–"))
+        lines.append("| " + " | ".join(cells) + " |")
+    errors = errors_of(results)
+    if errors:
+        lines += [
+            "",
+            f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def load(file: Path) -> dict[str, dict]:
+    """Results of earlier runs."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def save(results: dict[str, dict], file: Path) -> None:
+    """Write results, and the table beside them, in the order of `ROWS`."""
+    order = {row.key: index for index, row in enumerate(ROWS)}
+    results = dict(sorted(results.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    file.with_suffix(".md").write_text(to_markdown(results), encoding="utf-8")
+
+
+def run_apart(row: Row) -> dict[str, Any] | None:
+    """`measure_row` in a process of its own; None where that fails."""
+    command = [sys.executable, "-m", "benchmarks.predicted_memory", "--row", json.dumps(row)]
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        print(finished.stderr[-2000:], file=sys.stderr)
+        return None
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--network", help="this network only")
+    parser.add_argument("--target", help="this target only")
+    parser.add_argument("--again", action="store_true", help="also rows that have a result")
+    parser.add_argument("--results", type=Path, default=RESULTS / "predicted_memory.json")
+    parser.add_argument("--row", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.row:
+        print(json.dumps(measure_row(Row(*json.loads(options.row)))))
+        return
+    for row in ROWS:
+        wanted = options.network in (None, row.network) and options.target in (None, row.target)
+        if not wanted or (row.key in load(options.results) and not options.again):
+            continue
+        print(row.key, flush=True)
+        result = run_apart(row)
+        if result is not None:
+            save({**load(options.results), row.key: result}, options.results)
+    print(to_markdown(load(options.results)))
+
+
+if __name__ == "__main__":
+    main()

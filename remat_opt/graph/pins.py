@@ -1,0 +1,171 @@
+"""Where a compiler has to be told the order of two kernels, because the peak depends on it.
+
+A compiler knows dependencies, not the schedule. Kernels of which neither depends on the other may run in either order,
+or become one kernel with the results of both. In a backward pass the gradient of a layer's weight is often the last to
+read that layer's input, and the gradient of the input is as large: where it is computed first, both are there at once.
+So the second is made to wait, by a barrier over one of its operands and a result of the first.
+
+And where a reduction and a later kernel compute the same elementwise values of the same buffers, as in a batch norm's
+backward pass, a compiler lets the reduction store these values, each as large as the buffers. Read behind a barrier
+that waits for the reduction, the buffers are others to the compiler, and the values are computed again.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from remat_opt.graph.graph import Graph, Kind
+from remat_opt.graph.liveness import Buffer, Liveness
+from remat_opt.graph.schedule import Schedule
+
+# Parts of the peak: what a kernel reads must be worth a barrier, and without the order the peak must be in reach.
+WORTH_A_PIN = 0.02
+NEAR_THE_PEAK = 0.85
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pin:
+    """The kernel reads `operands` behind a barrier that waits for `results` of kernels before it."""
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], Pin]:
+    """Find the pins of a schedule.
+
+    Only the runs from the first recomputed one on are looked at: before it nothing is freed that could be late.
+
+    Args:
+        graph: the step, fused.
+        schedule: the order to keep.
+        liveness: what `simulate` says of the schedule.
+
+    Returns:
+        Pins by the run's index in the schedule and the op.
+    """
+    found: dict[tuple[int, int], Pin] = {}
+    born = {(buffer.value, buffer.birth): buffer for buffer in liveness.buffers}
+    dying: dict[int, set[int]] = {}
+    for buffer in liveness.buffers:
+        if buffer.birth < buffer.death:
+            dying.setdefault(buffer.death, set()).add(buffer.value)
+    position, recomputing = 0, False
+    for index, run in enumerate(schedule.runs):
+        recomputing |= run.recomputed
+        position += run.recomputed  # its barrier has a position of its own
+        if recomputing:
+            pinned = _PinsOfRun(graph, liveness, born, dying, position).find(run.ops)
+            found.update(((index, op), pin) for op, pin in pinned.items())
+        position += len(run.ops)
+    return found
+
+
+class _PinsOfRun:
+    def __init__(
+        self,
+        graph: Graph,
+        liveness: Liveness,
+        born: dict[tuple[int, int], Buffer],
+        dying: dict[int, set[int]],
+        start: int,
+    ):
+        self.graph = graph
+        self.liveness = liveness
+        self.born = born
+        self.dying = dying
+        self.start = start
+        self.outputs = frozenset(graph.outputs)
+        self.made_by: dict[int, int] = {}  # value → index in this run
+        self.before: list[int] = []  # for each kernel those that run before it whatever the compiler does, as bits
+        self.reductions_of: dict[int, int] = {}  # for a value the reductions of this run that read it, as bits
+        self.frees: list[int] = []  # bytes that stay longer if the kernel is done later than it should
+
+    def find(self, ops: Sequence[int]) -> dict[int, Pin]:
+        found: dict[int, Pin] = {}
+        for index, op in enumerate(ops):
+            known = 0
+            for value in self.graph.ops[op].inputs:
+                if value in self.made_by:
+                    maker = self.made_by[value]
+                    known |= self.before[maker] | 1 << maker
+            waits = {late: self.result_of(late, index, op) for late in self.that_may_be_late(op, index, known)}
+            results = [value for value in waits.values() if value is not None]
+            operands = [self.operand(op)] if results else []
+            for buffer, result in self.reduced_before(op, index).items():
+                operands.append(buffer)
+                results.append(result)
+            for late, value in waits.items():
+                known |= (self.before[late] | 1 << late) if value is not None else 0
+            if results:
+                found[op] = Pin(tuple(dict.fromkeys(operands)), tuple(dict.fromkeys(results)))
+            self.before.append(known)
+            self.frees.append(self.freed_by(op, self.start + index))
+            self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
+            if self.graph.ops[op].kind is Kind.REDUCTION:
+                for value in self.graph.ops[op].inputs:
+                    self.reductions_of[value] = self.reductions_of.get(value, 0) | 1 << index
+        return found
+
+    def reduced_before(self, op: int, index: int) -> dict[int, int]:
+        """Large buffers that the kernel reads and that a reduction before it reads, too; for each a value that shows
+        that this reduction is done."""
+        graph, peak = self.graph, self.liveness.peak
+        large = [v for v in graph.ops[op].inputs if graph.producer[v] >= 0 and graph.sizes[v] >= WORTH_A_PIN * peak]
+        if int(self.liveness.live[self.start + index]) + sum(graph.sizes[v] for v in large) <= NEAR_THE_PEAK * peak:
+            return {}
+        found: dict[int, int] = {}
+        for buffer in large:
+            latest = self.reductions_of.get(buffer, 0).bit_length() - 1
+            result = self.result_of(latest, index, op) if latest >= 0 else None
+            if result is not None:
+                found[buffer] = result
+        return found
+
+    def that_may_be_late(self, op: int, index: int, known: int) -> list[int]:
+        """Kernels of this run that come before a large one, free much, and that it does not depend on."""
+        least = WORTH_A_PIN * self.liveness.peak
+        made = sum(self.graph.sizes[v] for v in self.graph.ops[op].outputs if v not in self.outputs)
+        if made < least or self.operand(op) < 0:
+            return []
+        loose = [i for i in range(index) if self.frees[i] >= least and not known >> i & 1]
+        without_order = int(self.liveness.live[self.start + index]) + sum(self.frees[i] for i in loose)
+        return loose if without_order > NEAR_THE_PEAK * self.liveness.peak else []
+
+    def freed_by(self, op: int, position: int) -> int:
+        """Bytes that the kernel is the last to read, and those that elementwise work made for this product: a compiler
+        makes them just before it, from what it may hold as well."""
+        graph = self.graph
+        last = self.dying.get(position, frozenset())
+        return sum(
+            graph.sizes[value]
+            for value in set(graph.ops[op].inputs)
+            if value in last or (graph.ops[op].kind is Kind.CONTRACTION and self.is_elementwise(value))
+        )
+
+    def is_elementwise(self, value: int) -> bool:
+        maker = self.graph.producer[value]
+        return maker >= 0 and self.graph.ops[maker].kind is Kind.ELEMENTWISE
+
+    def operand(self, op: int) -> int:
+        """The largest value that the kernel reads and that is no argument (a barrier would copy a donated one); −1
+        where there is none."""
+        made = [value for value in self.graph.ops[op].inputs if self.graph.producer[value] >= 0]
+        return max(made, key=lambda value: (self.graph.sizes[value], value), default=-1)
+
+    def result_of(self, late: int, index: int, op: int) -> int | None:
+        """The smallest value that shows that a kernel is done, and that is still to be read."""
+        read = self.graph.ops[op].inputs
+        candidates = [
+            value
+            for value, maker in self.made_by.items()
+            if (maker == late or self.before[maker] >> late & 1)
+            and value != self.operand(op)
+            and (value in self.outputs or value in read or self.is_live(value, maker, self.start + index))
+        ]
+        return min(candidates, key=lambda value: (self.graph.sizes[value], value), default=None)
+
+    def is_live(self, value: int, maker: int, position: int) -> bool:
+        buffer = self.born.get((value, self.start + maker))
+        return buffer is not None and buffer.death > position

@@ -1,0 +1,173 @@
+"""`measure`: what a compiler says of a step, plain and optimised, for a device that need not be here."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import textwrap
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from remat_opt.adapters import AdaptedFunction
+from remat_opt.optimized import OptimizedFunction, RematWarning
+from remat_opt.plan import Plan
+from remat_opt.program import compat
+from remat_opt.report.units import format_bytes, format_change, format_flops, format_seconds
+from remat_opt.targets import CompilationOutOfMemory, Figures, Target, is_attached, measure_flat, read_figures
+from remat_opt.targets.errors import compiler_error
+from remat_opt.targets.options import compiler_options_for
+
+_WIDTH = 88
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """A compiler's figures of one step for one target; `print` it for a table. All sizes are bytes of one device.
+
+    Attributes:
+        name: of the step.
+        target: name of the device that was compiled for.
+        plain: the step as it was given; None where only an optimised one was given, or where it does not fit.
+        optimized: the step as `optimize` writes it; None where it does not fit.
+        plan: what `optimize` decided.
+        plain_refusal: why the compiler refused the plain step (TPU compilers refuse what does not fit the device; its
+            `needed_bytes` says how much that would be); None where it did not.
+        optimized_refusal: the same of the optimised step.
+    """
+
+    name: str
+    target: str
+    plain: Figures | None
+    optimized: Figures | None
+    plan: Plan
+    plain_refusal: CompilationOutOfMemory | None = None
+    optimized_refusal: CompilationOutOfMemory | None = None
+
+    @property
+    def temp_bytes(self) -> int | None:
+        """Temporary memory of the optimised step."""
+        return self.optimized.temp_bytes if self.optimized is not None else None
+
+    @property
+    def physical_peak_bytes(self) -> int | None:
+        """Temporary memory + arguments + outputs − aliased of the optimised step: what has to fit the device."""
+        return self.optimized.physical_peak_bytes if self.optimized is not None else None
+
+    def __str__(self) -> str:
+        return "\n".join([self._title(), "", *self._table(), *self._notes()])
+
+    def _title(self) -> str:
+        figures = self.optimized or self.plain
+        if figures is None:
+            return f"{self.name} for {self.target}"
+        compiler = f", {figures.compiler}" if figures.compiler else ""
+        return f"{self.name} for {self.target}, jax {figures.jax_version}{compiler}"
+
+    def _table(self) -> list[str]:
+        columns = {"plain": self.plain, "remat_opt": self.optimized}
+        if self.plain is None and self.plain_refusal is None:
+            del columns["plain"]
+        lines = [f"{'':32}" + "".join(f"{name:>15}" for name in columns)]
+        for label, read, show in _ROWS:
+            found = [None if figures is None else read(figures) for figures in columns.values()]
+            cells = "".join(f"{'–' if value is None else show(value):>15}" for value in found)
+            known = [value for value in found if value is not None]
+            change = format_change(known[1], known[0]) if len(known) == 2 and label in _COMPARED else ""
+            lines.append(f"{label:32}{cells}{change:>9}".rstrip())
+        return lines
+
+    def _notes(self) -> list[str]:
+        notes = []
+        for refusal, step in ((self.plain_refusal, "plain"), (self.optimized_refusal, "optimised")):
+            if refusal is not None and refusal.needed_bytes is not None and refusal.limit_bytes is not None:
+                need, limit = format_bytes(refusal.needed_bytes), format_bytes(refusal.limit_bytes)
+                notes.append(f"The {step} step does not fit the device: it needs {need} of {limit}.")
+            elif refusal is not None:
+                notes.append(f"The {step} step does not fit the device.")
+        figures = self.optimized or self.plain
+        notes += [figures.note[0].upper() + figures.note[1:] + "."] if figures is not None and figures.note else []
+        notes += [f"Plan: {self.plan.note}."] if self.plan.note else []
+        return [line for note in notes for line in ("", *textwrap.wrap(note, _WIDTH))]
+
+
+_ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
+    ("temporary memory", lambda figures: figures.temp_bytes, format_bytes),
+    ("arguments", lambda figures: figures.argument_bytes, format_bytes),
+    ("outputs", lambda figures: figures.output_bytes, format_bytes),
+    ("aliased (donated)", lambda figures: figures.alias_bytes, format_bytes),
+    ("physical peak", lambda figures: figures.physical_peak_bytes, format_bytes),
+    ("FLOPs, as the compiler counts", lambda figures: figures.flops, format_flops),
+    ("compiling", lambda figures: figures.compile_seconds, format_seconds),
+)
+_COMPARED = frozenset({"temporary memory", "physical peak", "FLOPs, as the compiler counts"})
+
+
+def measure_step(
+    step: OptimizedFunction | AdaptedFunction, target: Target | None, with_plain: bool, args: tuple, kwargs: dict
+) -> Measurement:
+    """Compile an optimised step, and the one that it was made from, and read the compiler's figures.
+
+    Args:
+        step: the optimised step.
+        target: the device to compile for; None for the one that the step is planned for.
+        with_plain: whether the step as it was given is measured, too.
+        args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
+        kwargs: its keyword arguments.
+    """
+    return step.ask(functools.partial(_measure, target=target, with_plain=with_plain), args, kwargs)
+
+
+def _measure(
+    step: OptimizedFunction, args: tuple, kwargs: dict, *, target: Target | None, with_plain: bool
+) -> Measurement:
+    target = target or step.target
+    plain = plain_refusal = optimized = optimized_refusal = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RematWarning)  # what they say is in the plan
+        plan = step.plan(*args, **kwargs)
+        if with_plain:
+            plain, plain_refusal = _compile(jax.jit(step.original, **step.options), step, target, False, args, kwargs)
+        optimized, optimized_refusal = _compile(step, step, target, not plan.is_plain, args, kwargs)
+    name = getattr(step.original, "__qualname__", repr(step.original))
+    return Measurement(name, target.name, plain, optimized, plan, plain_refusal, optimized_refusal)
+
+
+def _compile(
+    jitted: Any, step: OptimizedFunction, target: Target, rewritten: bool, args: tuple, kwargs: dict
+) -> tuple[Figures | None, CompilationOutOfMemory | None]:
+    try:
+        if is_attached(target):
+            return _compile_here(jitted, target, args, kwargs), None
+        return _compile_elsewhere(jitted, step.options, target, rewritten, args, kwargs), None
+    except CompilationOutOfMemory as refusal:
+        return None, refusal
+
+
+def _compile_here(jitted: Any, target: Target, args: tuple, kwargs: dict) -> Figures:
+    """Compile as a call would be, with all shardings and options."""
+    lowered = jitted.lower(*args, **kwargs)
+    started = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        raise compiler_error(str(error), target.name, target.platform) from error
+    return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)
+
+
+def _compile_elsewhere(
+    jitted: Any, options: dict[str, Any], target: Target, rewritten: bool, args: tuple, kwargs: dict
+) -> Figures:
+    traced = jitted.trace(*args, **kwargs)
+    given = options.get("compiler_options") or {}
+    return measure_flat(
+        compat.function_of_jaxpr(traced),
+        [variable.aval for variable in compat.input_variables(traced.jaxpr)],
+        donated=[index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
+        target=target,
+        compiler_options=compiler_options_for(target.platform, given) if rewritten else given,
+        keep_unused=options.get("keep_unused", False),
+    )

@@ -1,0 +1,111 @@
+"""`remat_opt.measure`: the compilers' figures of a step, plain and optimised."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import io_callback
+
+import remat_opt
+from remat_opt.targets import CompilationOutOfMemory, ProgramNotPortable
+
+WIDTH, LAYERS, BATCH = 256, 6, 2**18  # an activation does not fit a TPU's memory on the chip
+PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
+X = jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)
+ACTIVATION, STATE = 4 * BATCH * WIDTH, 4 * LAYERS * WIDTH**2
+
+
+def train_step(params, x):
+    def loss(params):
+        y = x
+        for weight in params:
+            y = jnp.tanh(y @ weight)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, jax.grad(loss)(params))
+
+
+def wide_step(params, x):
+    return train_step(params, jnp.tile(x, (2**8, 1)))
+
+
+@pytest.mark.parametrize(("target", "compiler_counts"), [("cpu", True), ("h200", False), ("v5e", True)])
+def test_a_plain_step_is_measured_both_ways(target: str, compiler_counts: bool) -> None:
+    found = remat_opt.measure(jax.jit(train_step, donate_argnums=0), PARAMS, X, target=target)
+    assert found.target == target
+    assert found.plain is not None
+    assert found.optimized is not None
+    assert found.optimized.temp_bytes < found.plain.temp_bytes
+    for figures in (found.plain, found.optimized):
+        assert figures.argument_bytes == pytest.approx(STATE + ACTIVATION, rel=0.01)
+        assert figures.output_bytes == pytest.approx(STATE, rel=0.01)
+        assert figures.alias_bytes == pytest.approx(STATE, rel=0.01)
+        assert (figures.flops is not None) == compiler_counts
+        assert figures.compile_seconds > 0
+    assert found.temp_bytes == found.optimized.temp_bytes
+    assert found.physical_peak_bytes == found.optimized.temp_bytes + found.optimized.argument_bytes + (
+        found.optimized.output_bytes - found.optimized.alias_bytes
+    )
+    assert not found.plan.is_plain
+    text = str(found)
+    assert text.startswith(f"train_step for {target}, jax {jax.__version__}")
+    assert "physical peak" in text
+    assert "remat_opt" in text
+    assert ("autotuning" in text) == (target == "h200")
+
+
+def test_an_optimised_step_is_measured_as_it_is_for_its_own_target() -> None:
+    step = remat_opt.optimize(train_step, target="h200", donate_argnums=0)
+    found = remat_opt.measure(step, PARAMS, X)
+    assert found.target == "h200"
+    assert found.plain is None
+    assert found.optimized is not None
+    assert found.plan is step.plan(PARAMS, X)
+    assert "plain" not in str(found)
+    there = remat_opt.measure(step, PARAMS, X, target="h100")
+    assert there.target == "h100"
+    assert there.plan.target == "h200"
+
+
+def test_what_cannot_be_gained_is_measured_plain_and_says_so() -> None:
+    found = remat_opt.measure(lambda x: x * 2, X)
+    assert found.plain is not None
+    assert found.optimized is not None
+    assert found.plan.is_plain
+    assert found.optimized.temp_bytes == found.plain.temp_bytes
+    assert "nothing to gain" in str(found)
+
+
+def test_a_step_that_does_not_fit_the_device_is_said_to() -> None:
+    found = remat_opt.measure(wide_step, PARAMS, X, target="v5e")
+    assert found.plain is None
+    assert isinstance(found.plain_refusal, CompilationOutOfMemory)
+    assert "The plain step does not fit the device" in str(found)
+
+
+def test_flax_modules_are_measured_as_nnx_jit_runs_them() -> None:
+    nnx = pytest.importorskip("flax.nnx")
+    model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
+
+    def step(model, x):
+        gradients = nnx.grad(lambda model: (jnp.tanh(model(x)) ** 2).mean())(model)
+        model.kernel[...] -= 0.1 * gradients["kernel"][...]
+
+    x = jnp.ones((4, 8))
+    for fun in (step, nnx.jit(step), remat_opt.optimize(step), remat_opt.optimize(nnx.jit(step))):
+        found = remat_opt.measure(fun, model, x)
+        assert found.optimized is not None
+        assert found.optimized.output_bytes >= 8 * 8 * 4
+
+
+def test_what_cannot_be_measured_is_an_error_and_the_step_stays_usable() -> None:
+    with pytest.raises(ValueError, match=r"unknown target 'h300'; expected one of cpu, h200"):
+        remat_opt.measure(train_step, PARAMS, X, target="h300")
+    with pytest.raises(TypeError, match="expected a function"):
+        remat_opt.measure(3, PARAMS, X)
+
+    def with_callback(x):
+        return io_callback(lambda value: value, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
+
+    with pytest.raises(ProgramNotPortable, match="host callbacks"):
+        remat_opt.measure(with_callback, jax.ShapeDtypeStruct((2,), jnp.float32), target="h200")
+    assert with_callback(jnp.ones(2)).shape == (2,)

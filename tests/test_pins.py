@@ -1,0 +1,117 @@
+"""Pins: kernels that have to wait for others because the peak depends on their order."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt import optimize
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.pins import Pin, pins
+from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.program import compat
+from remat_opt.targets import measure_flat
+
+# Values: 0 the weight, 1 the input of a layer, 2 the cotangent, 3 the gradient of the weight, 4 that of the input, 5
+# what follows. Ops: 0 makes the input, 1 the cotangent, 2 the weight's gradient, 3 the input's, 4 what follows.
+BIG, SMALL = 1000, 10
+
+
+def backward_of_a_layer(**changes) -> tuple[Graph, Schedule]:
+    ops = [
+        Op((0,), (1,), Kind.OPAQUE),
+        Op((0,), (2,), Kind.OPAQUE),
+        Op((1, 2), (3,), Kind.CONTRACTION),
+        Op((0, 2), (4,), Kind.CONTRACTION),
+        Op((4, 3), (5,), Kind.ELEMENTWISE),
+    ]
+    for index, op in changes.items():
+        ops[int(index[2:])] = op
+    sizes = (SMALL, BIG, BIG, SMALL, BIG, BIG)
+    graph = Graph(sizes, tuple(ops), inputs=(0,), outputs=(5,), fused=True)
+    return graph, Schedule((Run((0, 1)), Run((0,), recomputed=True), Run((2, 3, 4))))
+
+
+def pins_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Pin]:
+    return pins(graph, schedule, simulate(graph, schedule))
+
+
+def test_the_gradient_of_the_input_waits_for_that_of_the_weight() -> None:
+    assert pins_of(*backward_of_a_layer()) == {(2, 3): Pin(operands=(2,), results=(3,))}
+
+
+def test_what_depends_on_the_earlier_kernel_needs_no_pin() -> None:
+    assert pins_of(*backward_of_a_layer(op3=Op((3, 2), (4,), Kind.CONTRACTION))) == {}
+
+
+def test_what_frees_little_needs_no_pin() -> None:
+    graph, schedule = backward_of_a_layer()
+    small = Graph((SMALL, SMALL, *graph.sizes[2:]), graph.ops, graph.inputs, graph.outputs, fused=True)
+    assert pins_of(small, schedule) == {}
+
+
+def test_far_below_the_peak_no_order_is_needed() -> None:
+    graph, schedule = backward_of_a_layer()
+    ops = (*graph.ops, Op((5,), (6,), Kind.OPAQUE, workspace=100 * BIG))
+    higher = Graph((*graph.sizes, SMALL), ops, graph.inputs, (6,), fused=True)
+    assert pins_of(higher, Schedule((*schedule.runs[:2], Run((2, 3, 4, 5))))) == {}
+
+
+def test_a_step_without_recomputation_is_left_alone() -> None:
+    graph, _ = backward_of_a_layer()
+    assert pins_of(graph, Schedule((Run((0, 1, 2, 3, 4)),))) == {}
+
+
+LAYERS = 4
+IMAGES = jax.ShapeDtypeStruct((32, 64, 64, 32), jnp.float32)
+KERNELS = [jax.ShapeDtypeStruct((3, 3, 32, 32), jnp.float32)] * LAYERS
+BIASES = [jax.ShapeDtypeStruct((32,), jnp.float32)] * LAYERS
+
+
+def conv_step(params, images):
+    def loss(params):
+        x = images
+        for kernel, bias in zip(*params, strict=True):
+            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
+            x = jax.nn.relu(x + bias)
+        return (x**2).mean()
+
+    return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, jax.grad(loss)(params))
+
+
+def temporary_bytes() -> int:
+    args = ((KERNELS, BIASES), IMAGES)
+    traced = optimize(jax.jit(conv_step, donate_argnums=0), target="h200").trace(*args)
+    flat = compat.function_of_jaxpr(traced)
+    return measure_flat(flat, jax.tree.leaves(args), donated=range(2 * LAYERS), target="h200").temp_bytes
+
+
+@pytest.mark.filterwarnings("ignore:remat_opt. conv_step. planned for h200")
+def test_the_gpu_compiler_keeps_the_order_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without pins the compiler has an activation and its gradient at once."""
+    pinned = temporary_bytes()
+    monkeypatch.setattr("remat_opt.write.train_step.pins", lambda *_: {})
+    unpinned = temporary_bytes()
+    assert pinned <= unpinned - 4 * IMAGES.size
+
+
+def reductions() -> tuple[Graph, Schedule]:
+    """Two reductions of one large buffer, 2, and what is made of it and them; as a batch norm's backward pass."""
+    ops = [
+        Op((0,), (1,), Kind.OPAQUE),
+        Op((1,), (2,), Kind.OPAQUE),
+        Op((2,), (3,), Kind.REDUCTION),
+        Op((2, 3), (4,), Kind.REDUCTION),
+        Op((2, 3, 4), (5,), Kind.ELEMENTWISE),
+    ]
+    graph = Graph((SMALL, SMALL, BIG, SMALL, SMALL, BIG), tuple(ops), inputs=(0,), outputs=(5,), fused=True)
+    return graph, Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3, 4))))
+
+
+def test_what_follows_a_reduction_reads_its_buffers_behind_a_barrier() -> None:
+    assert pins_of(*reductions()) == {
+        (2, 3): Pin(operands=(2,), results=(3,)),
+        (2, 4): Pin(operands=(2,), results=(4,)),
+    }

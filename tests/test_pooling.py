@@ -1,0 +1,125 @@
+"""The backward pass of max-pooling without a scatter: the same bits, and none of the scatter's buffers."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import primitives
+
+from remat_opt import optimize
+from remat_opt.graph.build import build
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.schedule import save_everything
+from remat_opt.program.inline import Equation, inline
+from remat_opt.program.pooling import scatter_free, without_scatter
+from remat_opt.targets import measure_flat
+from remat_opt.write.train_step import write
+
+RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
+
+
+def max_pool(x: jax.Array, window: int, stride: int, padding: str | Sequence) -> jax.Array:
+    return lax.reduce_window(x, -jnp.inf, lax.max, (1, window, window, 1), (1, stride, stride, 1), padding)
+
+
+def backward(window: int, stride: int, padding: str | Sequence):
+    def fun(x, cotangent):
+        return jax.vjp(lambda x: max_pool(x, window, stride, padding), x)[1](cotangent)[0]
+
+    return fun
+
+
+def scatter_in(fun, *arguments) -> Equation:
+    program = inline(jax.make_jaxpr(fun)(*arguments))
+    return next(e for e in program.equations if e.primitive is primitives.select_and_scatter_add_p)
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "stride", "padding"),
+    [
+        (9, 3, 2, "VALID"),
+        (8, 2, 2, "VALID"),
+        (12, 3, 2, "SAME"),
+        (7, 3, 1, "SAME"),
+        (11, 5, 3, "SAME"),
+        (9, 2, 3, "VALID"),
+    ],
+)
+@pytest.mark.parametrize("ties", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_is_the_same_to_the_bit(size: int, window: int, stride: int, padding: str, ties: bool, dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(2, size, size, 3))
+    x = np.round(x) if ties else x
+    x[0, 0, 0, 0], x[0, 1, 1, 0], x[1, :4, :4, 1] = np.nan, np.inf, -np.inf
+    x = jnp.asarray(x, dtype)
+    pooled = jax.eval_shape(lambda x: max_pool(x, window, stride, padding), x)
+    cotangent = jnp.asarray(rng.normal(size=pooled.shape), dtype)
+    fun = backward(window, stride, padding)
+    equation = scatter_in(fun, x, cotangent)
+    assert without_scatter(equation, "cpu")
+    found = jax.jit(lambda x, g: scatter_free(g, x, equation.params))(x, cotangent)
+    expected = jax.jit(fun)(x, cotangent)
+    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(expected, np.float32))
+
+
+def test_min_pooling_and_integers_are_searched_in_their_own_order() -> None:
+    x = jnp.asarray(np.random.default_rng(1).integers(-3, 3, (1, 6, 6, 2)), jnp.float32)
+
+    def fun(x, g):
+        pool = lambda x: lax.reduce_window(x, jnp.inf, lax.min, (1, 3, 3, 1), (1, 2, 2, 1), "SAME")  # noqa: E731
+        return jax.vjp(pool, x)[1](g)[0]
+
+    g = jnp.arange(18.0).reshape(1, 3, 3, 2)
+    np.testing.assert_array_equal(scatter_free(g, x, scatter_in(fun, x, g).params), fun(x, g))
+
+
+@pytest.mark.parametrize(("platform", "scatters"), [("cpu", 0), ("cuda", 0), ("tpu", 1), ("", 1)])
+def test_only_compilers_that_expand_the_scatter_get_the_other_form(platform: str, scatters: int) -> None:
+    x, g = jnp.zeros((1, 6, 6, 1)), jnp.zeros((1, 3, 3, 1))
+    bridge = build(inline(jax.make_jaxpr(backward(2, 2, "VALID"))(x, g)), RATES, platform=platform)
+    jaxpr = jax.make_jaxpr(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(x, g)
+    found = [e for e in jaxpr.eqns if e.primitive is primitives.select_and_scatter_add_p]
+    assert len(found) == scatters
+
+
+def test_large_windows_keep_the_scatter() -> None:
+    x, g = jnp.zeros((1, 9, 9, 1)), jnp.zeros((1, 1, 1, 1))
+    assert not without_scatter(scatter_in(backward(9, 9, "VALID"), x, g), "cpu")
+    assert without_scatter(scatter_in(backward(8, 8, "VALID"), x, g), "cpu")
+
+
+def test_the_scatters_buffers_are_gone_on_a_gpu() -> None:
+    x = jax.ShapeDtypeStruct((64, 56, 56, 64), jnp.float32)
+    g = jax.ShapeDtypeStruct((64, 28, 28, 64), jnp.float32)
+    fun = backward(2, 2, "VALID")
+    params = scatter_in(fun, x, g).params
+    given = measure_flat(lambda x, g: [fun(x, g)], [x, g], target="h200")
+    found = measure_flat(lambda x, g: [scatter_free(g, x, params)], [x, g], target="h200")
+    windows = 64 * 28 * 28 * 64
+    assert found.temp_bytes <= 1.1 * windows  # one byte for each
+    assert given.temp_bytes >= 16 * windows  # an index of four bytes for each dimension, and more
+
+
+KERNEL = jax.ShapeDtypeStruct((3, 3, 64, 64), jnp.float32)
+IMAGES = jax.ShapeDtypeStruct((16, 56, 56, 64), jnp.float32)
+
+
+def pooling_step(kernel, images):
+    def loss(kernel):
+        x = jax.nn.relu(
+            lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + 1.0
+        )
+        return (max_pool(x, 2, 2, "VALID") ** 2).mean()
+
+    return kernel - 0.1 * jax.grad(loss)(kernel)
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+def test_what_the_scatter_takes_in_the_step_as_given_is_predicted(target: str) -> None:
+    prepared = optimize(pooling_step, target=target, donate_argnums=0).prepare(KERNEL, IMAGES)
+    measured = measure_flat(lambda *leaves: [pooling_step(*leaves)], [KERNEL, IMAGES], donated=(0,), target=target)
+    assert prepared.as_given == pytest.approx(measured.temp_bytes, rel=0.2)
