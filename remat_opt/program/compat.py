@@ -124,6 +124,15 @@ def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
     return inner.replace(name_stack=stack + inner.name_stack)
 
 
+def array_of(literal: Any, aval: Any) -> Any:
+    """A literal of a jaxpr as an array of its type, weak where the literal is."""
+    if isinstance(literal, jax.Array):
+        return literal
+    if getattr(aval, "weak_type", False):
+        return jax.numpy.asarray(np.asarray(literal).item())
+    return jax.numpy.asarray(literal, aval.dtype)
+
+
 def bare_jaxpr(jaxpr: Any) -> Any:
     """The open jaxpr of an open or a closed one (they become one class in jax 0.12)."""
     return getattr(jaxpr, "jaxpr", jaxpr)
