@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
@@ -54,8 +53,8 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
         Whatever JAX raises for a program that has no reverse derivative.
     """
     avals = [program.avals[value] for value in program.inputs]
-    active = [_has_derivative(aval) for aval in avals]
-    results = [_has_derivative(x.aval if isinstance(x, Constant) else program.avals[x]) for x in program.outputs]
+    active = [compat.is_inexact(aval) for aval in avals]
+    results = [compat.is_inexact(x.aval if isinstance(x, Constant) else program.avals[x]) for x in program.outputs]
     if not any(active) or not any(results):
         return None
 
@@ -77,10 +76,6 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
     bridge = build(joint, Rates(target.bandwidth, target.flops))
     ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}
     return Differentiated(program, bridge, {f: v for f, v in ties.items() if not isinstance(v, Constant)})
-
-
-def _has_derivative(aval: Any) -> bool:
-    return jnp.issubdtype(aval.dtype, jnp.inexact)
 
 
 def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:

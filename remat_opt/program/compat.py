@@ -124,6 +124,11 @@ def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
     return inner.replace(name_stack=stack + inner.name_stack)
 
 
+def is_inexact(aval: Any) -> bool:
+    """Whether values of a type have a derivative: floating point and complex numbers."""
+    return jax.dtypes.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact)
+
+
 def array_of(literal: Any, aval: Any) -> Any:
     """A literal of a jaxpr as an array of its type, weak where the literal is."""
     if isinstance(literal, jax.Array):

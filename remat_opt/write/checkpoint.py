@@ -106,9 +106,9 @@ class _Writer:
         ]
 
     def run_segments(self, segments: Sequence[Segment], environment: dict[int, Any]) -> None:
-        for segment in segments:
+        for at, segment in enumerate(segments):
             if segment.recomputed:
-                self.checkpoint(segment, environment)
+                self.checkpoint(segment, self.passing(segments, at, environment), environment)
             else:
                 self.run_inside(segment, frozenset(), environment)
 
@@ -123,22 +123,44 @@ class _Writer:
             for value, result in zip(equation.outputs, results, strict=True):
                 environment[value] = checkpoint_name(result, self.layout.names[value]) if value in saved else result
 
-    def checkpoint(self, segment: Segment, environment: dict[int, Any]) -> None:
+    def passing(self, segments: Sequence[Segment], at: int, environment: dict[int, Any]) -> list[int]:
+        """Older values that the segments from here to the next recomputed one read: they pass through this segment.
+
+        So their cotangents, which are there when the segment is recomputed, are among those that it waits for. Else a
+        compiler may put off their last sums to where they are read, and keep all terms until then.
+        """
+        fresh: dict[int, None] = {}
+        for following in segments[at + 1 :]:
+            fresh.update(dict.fromkeys(self.boundary(following)[0]))
+            if following.recomputed:
+                break
+        before = {index for segment in segments[: at + 1] for index in segment.equations}
+        inputs = set(self.program.inputs)
+        return [
+            value
+            for value in fresh
+            if value in environment
+            and compat.is_inexact(self.program.avals[value])
+            and (value not in inputs or not before.isdisjoint(self.readers[value]))
+        ]
+
+    def checkpoint(self, segment: Segment, passing: Sequence[int], environment: dict[int, Any]) -> None:
         """Evaluate a segment under `jax.checkpoint`; what it makes for others is added to the environment."""
         reads, makes = self.boundary(segment)
+        covered, results = list(dict.fromkeys((*reads, *passing))), [*makes, *passing]
 
         def segment_function(*values):
-            inside = dict(zip(reads, values, strict=True))
+            inside = dict(zip(covered, values, strict=True))
             self.run_inside(segment, segment.saved, inside)
-            return [inside[value] for value in makes]
+            return [inside[value] for value in results]
 
         names = sorted({self.layout.names[value] for value in segment.saved})
         policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
         recompute = jax.checkpoint(segment_function, policy=policy)
-        results = recompute(*(environment[value] for value in reads))
-        for value, result in zip(makes, results, strict=True):
-            name = self.layout.names.get(value)
-            environment[value] = result if name is None or value in segment.saved else checkpoint_name(result, name)
+        environment.update(zip(results, recompute(*(environment[value] for value in covered)), strict=True))
+        for value in makes:
+            if value in self.layout.names and value not in segment.saved:
+                environment[value] = checkpoint_name(environment[value], self.layout.names[value])
 
     def boundary(self, segment: Segment) -> tuple[list[int], list[int]]:
         """Values that a segment reads from outside, and those that it makes for others."""
