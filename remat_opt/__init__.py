@@ -6,6 +6,7 @@ backward pass, and makes XLA recompute everything else.
 
 from remat_opt.api import frontier, optimize
 from remat_opt.budget import InfeasibleBudget
+from remat_opt.checkpointing import NamesPolicy, checkpoint, policy
 from remat_opt.optimized import OptimizedFunction, RematWarning
 from remat_opt.pareto import Frontier, FrontierPoint
 from remat_opt.plan import Plan, PlanError
@@ -16,10 +17,13 @@ __all__ = [
     "Frontier",
     "FrontierPoint",
     "InfeasibleBudget",
+    "NamesPolicy",
     "OptimizedFunction",
     "Plan",
     "PlanError",
     "RematWarning",
+    "checkpoint",
     "frontier",
     "optimize",
+    "policy",
 ]

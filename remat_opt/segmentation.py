@@ -9,21 +9,22 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
-from remat_opt.graph.build import Bridge, build
-from remat_opt.graph.cost import Rates
+from remat_opt.graph.derive import Choice
+from remat_opt.planning import Prepared, prepare
 from remat_opt.program import compat
+from remat_opt.program.capture import Captured
 from remat_opt.program.inline import Constant, Program, inline
 from remat_opt.program.names import name_values
 from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
-from remat_opt.write.checkpoint import Layout, Segment, evaluate, stored_operands
+from remat_opt.write.checkpoint import Layout, Segment, evaluate, is_repeatable, stored_operands
 
-_TIE = "remat_opt.value."
+_TIE = "remat_opt.value."  # names with it never leave this module
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -32,18 +33,57 @@ class Differentiated:
 
     Attributes:
         program: the function, before differentiation.
-        joint: forward and backward as one program and its graph.
+        prepared: forward and backward as one program, with its graph.
         joint_value: for values of the function the value of the joint program that is the same.
+        cotangents: the joint program's inputs that are cotangents.
     """
 
     program: Program
-    joint: Bridge
+    prepared: Prepared
     joint_value: dict[int, int]
+    cotangents: frozenset[int]
 
-    @functools.cached_property
+    @property
     def problem(self) -> Problem:
         """The joint graph as the searches see it."""
-        return Problem(self.joint.graph)
+        return self.prepared.problem
+
+    @functools.cached_property
+    def backward_ops(self) -> frozenset[int]:
+        """Ops of the joint graph that depend on a cotangent."""
+        graph = self.problem.graph
+        reached = set(self.cotangents)
+        found = set()
+        for index, op in enumerate(graph.ops):
+            if not reached.isdisjoint(op.inputs):
+                reached.update(op.outputs)
+                found.add(index)
+        return frozenset(found)
+
+    @functools.cached_property
+    def turn(self) -> int:
+        """The position, in the order of first runs, of the first op that depends on a cotangent."""
+        order = self.problem.order
+        return next((at for at, op in enumerate(order) if op in self.backward_ops), len(order))
+
+    @functools.cached_property
+    def residuals(self) -> frozenset[int]:
+        """Buffers of the joint graph that the forward pass makes and the backward pass reads."""
+        graph = self.problem.graph
+        read = {value for op in self.backward_ops for value in graph.ops[op].inputs}
+        return frozenset(
+            value for value in read if graph.producer[value] >= 0 and graph.producer[value] not in self.backward_ops
+        ) - frozenset(graph.outputs)
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes that JAX and XLA keep between forward and backward when nothing is recomputed."""
+        return sum(self.problem.graph.sizes[value] for value in self.residuals)
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes of the results that have a derivative."""
+        return sum(self.problem.graph.sizes[value] for value in self.cotangents)
 
 
 def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -> Differentiated | None:
@@ -70,16 +110,27 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
         outputs, pullback, others = jax.vjp(of_active, *itertools.compress(arguments, active), has_aux=True)
         return outputs, others, pullback(list(cotangents))
 
-    shapes = jax.eval_shape(lambda *values: forward(values)[0], *map(_shape_of, avals))
-    closed = jax.make_jaxpr(forward_and_backward)(list(map(_shape_of, avals)), shapes)
+    shapes = [compat.abstract(aval) for aval in avals]
+    outputs = jax.make_jaxpr(lambda *values: forward(values)[0])(*shapes).out_avals
+    closed = jax.make_jaxpr(forward_and_backward)(shapes, [compat.abstract(aval) for aval in outputs])
     joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
-    bridge = build(joint, Rates(target.bandwidth, target.flops))
+    prepared = prepare(Captured(None, joint, (False,) * len(joint.inputs), ()), target)
     ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}
-    return Differentiated(program, bridge, {f: v for f, v in ties.items() if not isinstance(v, Constant)})
+    return Differentiated(
+        program,
+        prepared,
+        {value: tied for value, tied in ties.items() if not isinstance(tied, Constant)},
+        frozenset(joint.inputs[len(avals) :]),
+    )
 
 
-def _shape_of(aval: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+def user_names(differentiated: Differentiated) -> dict[str, frozenset[int]]:
+    """The user's own names, with the values of the joint program that bear them."""
+    found: dict[str, set[int]] = {}
+    for name, value in differentiated.prepared.captured.program.named:
+        if not name.startswith(_TIE) and not isinstance(value, Constant):
+            found.setdefault(name, set()).add(value)
+    return {name: frozenset(values) for name, values in found.items()}
 
 
 def _tie(value: int, result: Any) -> Any:
@@ -88,50 +139,61 @@ def _tie(value: int, result: Any) -> Any:
     return compat.name_p.bind(result, name=f"{_TIE}{value}")
 
 
-def layout_of(differentiated: Differentiated, solution: Solution, *, close: bool = False) -> Layout:
-    """The segments of a solution, in terms of the function before differentiation.
+def close(differentiated: Differentiated, solution: Solution) -> Solution:
+    """A solution in which the last segment, whose residuals a search keeps, is recomputed as well."""
+    problem, choice, turn = differentiated.problem, solution.choice, differentiated.turn
+    last = max(choice.turning_points, default=0)
+    if last >= turn:
+        return solution
+    before = {value for op in problem.order[:last] for value in problem.graph.ops[op].outputs}
+    behind = {value for op in problem.order[last:turn] for value in problem.graph.ops[op].inputs}
+    cuts = tuple(sorted({*choice.cuts, *choice.turning_points, turn}))
+    return problem.solution(Choice(choice.saved | (before & behind), (turn,), cuts))
 
-    Args:
-        differentiated: the function and its joint program.
-        solution: what a search found on the joint graph.
-        close: whether what the search leaves to be kept at the end is recomputed, too.
-    """
-    return _LayoutOf(differentiated, solution, close).run()
+
+def layout_of(differentiated: Differentiated, solution: Solution) -> Layout:
+    """The segments of a solution, in terms of the function before differentiation."""
+    return _LayoutOf(differentiated, solution).run()
 
 
 class _LayoutOf:
-    def __init__(self, differentiated: Differentiated, solution: Solution, close: bool):
+    def __init__(self, differentiated: Differentiated, solution: Solution):
         self.program = differentiated.program
+        self.joint_program = differentiated.prepared.captured.program
         self.joint_value = differentiated.joint_value
-        self.graph = differentiated.joint.graph
-        self.solution = solution
-        self.close = close
+        self.graph = differentiated.problem.graph
         self.position = {op: at for at, op in enumerate(differentiated.problem.order)}
+        self.cuts = sorted({*solution.choice.cuts, *solution.choice.turning_points})
+        self.chosen = solution.choice.saved
         self.again = frozenset(solution.schedule.recomputed)
         self.on_demand: dict[int, int] = {}
 
     def run(self) -> Layout:
-        choice = self.solution.choice
-        cuts = sorted({*choice.cuts, *choice.turning_points})
-        turn = max(choice.turning_points, default=0)
+        members = self.members()
+        segments = [segment for key in sorted(members) for segment in self.segments(members[key])]
+        kept = {
+            value: joint
+            for value, joint in self.joint_value.items()
+            if joint in self.chosen and value not in self.on_demand
+        }
+        names = name_values(self.joint_program, kept.values())
+        return Layout(tuple(segments), self.on_demand, {value: names[joint] for value, joint in kept.items()})
+
+    def members(self) -> dict[int, list[int]]:
+        """The equations that are not made on demand, by segment; a segment reads none that is behind it."""
         members: dict[int, list[int]] = {}
-        latest = 0
         segment_of: dict[int, int] = {}
         for index, equation in enumerate(self.program.equations):
             op = self.joint_op(index)
-            if op is None:
+            if op is None and is_repeatable(equation):
                 self.on_demand.update(dict.fromkeys(equation.outputs, index))
                 continue
-            at = self.position[op]
-            segment = sum(cut <= at for cut in cuts)
+            segment = 0 if op is None else sum(cut <= self.position[op] for cut in self.cuts)
             reads = stored_operands(self.program, self.on_demand, equation.inputs)
             segment = max([segment, *(segment_of.get(value, 0) for value in reads)])
             segment_of.update(dict.fromkeys(equation.outputs, segment))
             members.setdefault(segment, []).append(index)
-        segments = [self.segment(members[key], key == len(cuts)) for key in sorted(members)]
-        del turn, latest
-        saved = {v for v, u in self.joint_value.items() if u in choice.saved and v not in self.on_demand}
-        return Layout(tuple(segments), self.on_demand, name_values(self.program, saved))
+        return members
 
     def joint_op(self, index: int) -> int | None:
         """The op of the joint graph that stores a result of an equation; None where none is stored."""
@@ -142,9 +204,38 @@ class _LayoutOf:
                 return op
         return None
 
-    def segment(self, equations: list[int], last: bool) -> Segment:
-        ops = {self.joint_op(index) for index in equations}
-        recomputed = (self.close if last else not self.again.isdisjoint(ops))
-        made = [v for index in equations for v in self.program.equations[index].outputs]
-        saved = frozenset(v for v in made if self.joint_value.get(v) in self.solution.choice.saved)
-        return Segment(tuple(equations), recomputed, saved if recomputed else frozenset())
+    def segments(self, equations: list[int]) -> list[Segment]:
+        """One segment; where equations in it may not run twice, they stand between parts of it."""
+        if self.again.isdisjoint(self.joint_op(index) for index in equations):
+            return [Segment(tuple(equations), recomputed=False)]
+        segments = []
+        for free, group in itertools.groupby(equations, lambda index: is_repeatable(self.program.equations[index])):
+            part = tuple(group)
+            segments.append(Segment(part, free, self.saved(part) if free else frozenset()))
+        return segments
+
+    def saved(self, equations: Iterable[int]) -> frozenset[int]:
+        made = (value for index in equations for value in self.program.equations[index].outputs)
+        return frozenset(value for value in made if self.joint_value.get(value) in self.chosen)
+
+
+def kept_bytes(differentiated: Differentiated, layout: Layout) -> int:
+    """Bytes of the residuals that a layout keeps between forward and backward; arguments and results not counted."""
+    program, joint = differentiated.program, differentiated.joint_value
+    made: set[int] = set()
+    kept: set[int] = set()
+    for segment in layout.segments:
+        results = {value for index in segment.equations for value in program.equations[index].outputs}
+        reads = {
+            value
+            for index in segment.equations
+            for value in stored_operands(program, layout.on_demand, program.equations[index].inputs)
+        }
+        if segment.recomputed:
+            kept |= (reads & made) | segment.saved
+        else:
+            kept |= {v for v in (reads & made) | results if joint.get(v) in differentiated.residuals}
+        made |= results
+    graph = differentiated.problem.graph
+    there = {joint[value] for value in kept if value in joint} - set(graph.outputs)
+    return sum(graph.sizes[value] for value in there)

@@ -7,6 +7,7 @@ taken from where the installed version keeps it, and each such place says what i
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -129,6 +130,17 @@ def is_inexact(aval: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact)
 
 
+def abstract(aval: Any) -> Any:
+    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept."""
+    kept = {"weak_type": aval.weak_type} if getattr(aval, "weak_type", False) else {}
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and not sharding.mesh.empty:
+        kept["sharding"] = sharding
+    if varying := getattr(aval, "vma", None):
+        kept["vma"] = varying
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **kept)
+
+
 def array_of(literal: Any, aval: Any) -> Any:
     """A literal of a jaxpr as an array of its type, weak where the literal is."""
     if isinstance(literal, jax.Array):
@@ -178,6 +190,31 @@ class JitDescription(NamedTuple):
 def is_jitted(fun: Any) -> bool:
     """Whether `fun` is the result of `jax.jit`."""
     return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__") and hasattr(fun, "trace")
+
+
+def uses_remat3() -> bool:
+    """Whether `jax.checkpoint` is at present its coming implementation, behind the flag `jax_remat3`."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+@functools.cache
+def remat3_pins_cotangents() -> bool:
+    """Whether that implementation takes the cotangents through its barrier. Seen in what it makes of a function."""
+    recomputing = jax.checkpoint(lambda x: jax.numpy.sin(jax.numpy.sin(x)))
+
+    def backward(x, cotangent):
+        return jax.vjp(recomputing, x)[1](cotangent)
+
+    jaxpr = jax.make_jaxpr(backward)(1.0, 1.0).jaxpr
+    return any(len(found.invars) > 1 for found in _barriers(jaxpr))
+
+
+def _barriers(jaxpr: Any) -> Iterator[Any]:
+    for equation in bare_jaxpr(jaxpr).eqns:
+        if equation.primitive is barrier_p:
+            yield equation
+        for inner in jaxprs_in(equation.params):
+            yield from _barriers(inner)
 
 
 def describe_jit(fun: Any) -> JitDescription:

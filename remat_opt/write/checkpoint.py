@@ -52,6 +52,16 @@ class Layout:
     on_demand: dict[int, int]
     names: dict[int, str]
 
+    def repeatable(self, program: Program) -> bool:
+        """Whether all equations of all segments may run twice."""
+        kept = (program.equations[index] for segment in self.segments for index in segment.equations)
+        return all(is_repeatable(equation) for equation in kept)
+
+
+def is_repeatable(equation: Equation) -> bool:
+    """Whether an equation may run again, or later: it has no effect and gives the same each time."""
+    return not equation.effects and not compat.is_stateful(equation.primitive, equation.params)
+
 
 def write_segments(program: Program, layout: Layout, arguments: Sequence[Any]) -> list[Any]:
     """Evaluate a program on arguments or tracers, with its segments under `jax.checkpoint`.
@@ -120,8 +130,15 @@ class _Writer:
         for index in segment.equations:
             equation = self.program.equations[index]
             results = self.bind(equation, environment, on_demand)
-            for value, result in zip(equation.outputs, results, strict=True):
-                environment[value] = checkpoint_name(result, self.layout.names[value]) if value in saved else result
+            environment.update(zip(equation.outputs, results, strict=True))
+            self.name(equation, saved, environment)
+
+    def name(self, equation: Equation, named: Collection[int], environment: dict[int, Any]) -> None:
+        """Put their names on those results of an equation that have one, as if its author had."""
+        for value in equation.outputs:
+            if value in named:
+                with compat.equation_context(equation.source_info, equation.context):
+                    environment[value] = checkpoint_name(environment[value], self.layout.names[value])
 
     def passing(self, segments: Sequence[Segment], at: int, environment: dict[int, Any]) -> list[int]:
         """Older values that the segments from here to the next recomputed one read: they pass through this segment.
@@ -158,9 +175,9 @@ class _Writer:
         policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
         recompute = jax.checkpoint(segment_function, policy=policy)
         environment.update(zip(results, recompute(*(environment[value] for value in covered)), strict=True))
-        for value in makes:
-            if value in self.layout.names and value not in segment.saved:
-                environment[value] = checkpoint_name(environment[value], self.layout.names[value])
+        named = self.layout.names.keys() & (set(makes) - segment.saved)
+        for index in segment.equations:
+            self.name(self.program.equations[index], named, environment)
 
     def boundary(self, segment: Segment) -> tuple[list[int], list[int]]:
         """Values that a segment reads from outside, and those that it makes for others."""
