@@ -18,6 +18,7 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.state.types import AbstractRef
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer as Tracer
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
@@ -207,6 +208,20 @@ def remat3_pins_cotangents() -> bool:
 
     jaxpr = jax.make_jaxpr(backward)(1.0, 1.0).jaxpr
     return any(len(found.invars) > 1 for found in _barriers(jaxpr))
+
+
+@functools.cache
+def _remat3_names_can_be_batched() -> bool:
+    try:
+        jax.make_jaxpr(jax.vmap(lambda x: checkpoint_name(x, "name")))(np.zeros(1))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def can_name() -> bool:
+    """Whether a `checkpoint_name` may be put on a tensor: in jax 0.10 those of `jax_remat3` know no `vmap`."""
+    return not uses_remat3() or _remat3_names_can_be_batched()
 
 
 def _barriers(jaxpr: Any) -> Iterator[Any]:

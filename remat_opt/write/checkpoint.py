@@ -93,6 +93,7 @@ class _Writer:
     def __init__(self, program: Program, layout: Layout):
         self.program = program
         self.layout = layout
+        self.can_name = compat.can_name()
         self.reads: dict[int, dict[int, None]] = {}  # for each equation not on demand the stored values it reads
         self.readers: dict[int, set[int]] = {}
         kept = (index for segment in layout.segments for index in segment.equations)
@@ -136,7 +137,7 @@ class _Writer:
     def name(self, equation: Equation, named: Collection[int], environment: dict[int, Any]) -> None:
         """Put their names on those results of an equation that have one, as if its author had."""
         for value in equation.outputs:
-            if value in named:
+            if value in named and self.can_name:
                 with compat.equation_context(equation.source_info, equation.context):
                     environment[value] = checkpoint_name(environment[value], self.layout.names[value])
 
