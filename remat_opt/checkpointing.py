@@ -23,13 +23,14 @@ from remat_opt.planning import Settings, check_settings
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured, capture_traced
 from remat_opt.program.fingerprint import fingerprint
+from remat_opt.program.inline import Program
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.segmentation import Differentiated, differentiate
 from remat_opt.targets import Target, resolve_target
-from remat_opt.write.checkpoint import Layout, write_segments
+from remat_opt.write.checkpoint import Layout, evaluate, write_segments
 
 _NOT_GIVEN: Any = object()
-_MOST_REMEMBERED = 64  # programs and static arguments, for each function
+_MOST_REMEMBERED = 256  # programs; for each function, sets of static arguments
 
 
 def checkpoint(
@@ -237,6 +238,27 @@ class _Outcome(NamedTuple):
     layout: Layout | None = None
 
 
+class _Outcomes:
+    """What was decided, by program and settings; shared, since libraries wrap a function anew at each trace."""
+
+    def __init__(self):
+        self.found: collections.OrderedDict[Any, tuple[_Outcome, Plan | None]] = collections.OrderedDict()
+        self.lock = threading.RLock()
+
+    def get(self, key: Any, decide: Callable[[], _Outcome], plan: Plan | None) -> _Outcome:
+        """The outcome for a key. The plan is held, so that its id, which is part of the key, stays its own."""
+        with self.lock:
+            if key not in self.found:
+                self.found[key] = decide(), plan
+                if len(self.found) > _MOST_REMEMBERED:
+                    self.found.popitem(last=False)
+            self.found.move_to_end(key)
+            return self.found[key][0]
+
+
+_OUTCOMES = _Outcomes()
+
+
 class _Checkpointed:
     """A function under `checkpoint`, with what was decided for its programs."""
 
@@ -244,20 +266,22 @@ class _Checkpointed:
         self.fun = fun
         self.settings = settings
         self.static = static
-        self.outcomes: collections.OrderedDict[Any, _Outcome] = collections.OrderedDict()
-        self.lock = threading.RLock()
 
     def __call__(self, args: tuple, kwargs: dict) -> Any:
         jitted, dynamic, rest = self.static.split(args, kwargs)
         traced, captured = self.capture(jitted, dynamic, rest)
-        outcome = self.outcome(captured)
-        if not outcome.differentiable:  # in reverse: jax.checkpoint knows what to do, and what to say
-            return jax.checkpoint(jitted.__wrapped__)(*dynamic, **rest)
-        if outcome.layout is None:
-            return self.fun(*args, **kwargs)
-        _warn_of_remat3()
         leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves((dynamic, rest))]
-        results = write_segments(captured.program, outcome.layout, [*captured.closed_over, *leaves])
+        leaves = [*captured.closed_over, *leaves]
+        outcome = self.outcome(captured)
+        # The function itself is not run again: it may update what it closes over.
+        as_it_is = functools.partial(_as_it_is, captured.program)
+        if not outcome.differentiable:  # in reverse: jax.checkpoint knows what to do, and what to say
+            results = jax.checkpoint(as_it_is)(*leaves)
+        elif outcome.layout is None:
+            results = as_it_is(*leaves)
+        else:
+            _warn_of_remat3()
+            results = write_segments(captured.program, outcome.layout, leaves)
         return jax.tree.unflatten(traced.out_tree, results)
 
     def plan(self, *args, **kwargs) -> Plan:
@@ -287,14 +311,10 @@ class _Checkpointed:
     def outcome(self, captured: Captured) -> _Outcome:
         if captured.program.has_references:
             return _Outcome(differentiable=False)
-        key = fingerprint(captured.program), resolve_target(self.settings.target).name
-        with self.lock:
-            if key not in self.outcomes:
-                self.outcomes[key] = self.decide(captured)
-                if len(self.outcomes) > _MOST_REMEMBERED:
-                    self.outcomes.popitem(last=False)
-            self.outcomes.move_to_end(key)
-            return self.outcomes[key]
+        settings = self.settings
+        target = resolve_target(settings.target)
+        asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
+        return _OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
 
     def decide(self, captured: Captured) -> _Outcome:
         try:
@@ -322,6 +342,10 @@ class _Checkpointed:
 
     def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
         return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
+
+
+def _as_it_is(program: Program, *leaves: Any) -> list[Any]:
+    return evaluate(program, leaves, lambda _, result: result)
 
 
 @functools.cache

@@ -94,7 +94,8 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
     """
     avals = [program.avals[value] for value in program.inputs]
     active = [compat.is_inexact(aval) for aval in avals]
-    results = [compat.is_inexact(x.aval if isinstance(x, Constant) else program.avals[x]) for x in program.outputs]
+    outputs = [x.aval if isinstance(x, Constant) else program.avals[x] for x in program.outputs]
+    results = [compat.is_inexact(aval) for aval in outputs]
     if not any(active) or not any(results):
         return None
 
@@ -111,8 +112,8 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
         return outputs, others, pullback(list(cotangents))
 
     shapes = [compat.abstract(aval) for aval in avals]
-    outputs = jax.make_jaxpr(lambda *values: forward(values)[0])(*shapes).out_avals
-    closed = jax.make_jaxpr(forward_and_backward)(shapes, [compat.abstract(aval) for aval in outputs])
+    cotangents = [compat.abstract(aval) for aval in itertools.compress(outputs, results)]
+    closed = jax.make_jaxpr(forward_and_backward)(shapes, cotangents)
     joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
     prepared = prepare(Captured(None, joint, (False,) * len(joint.inputs), ()), target)
     ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}

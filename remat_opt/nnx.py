@@ -1,0 +1,123 @@
+"""Flax nnx: `remat_opt.nnx.remat` in place of `flax.nnx.remat`.
+
+    import remat_opt.nnx
+
+    @remat_opt.nnx.remat
+    def loss_fn(model, images, labels): ...
+
+It is for a loss or a whole network, which it divides itself, or for a layer of many. Needs the extra `flax`;
+`import remat_opt` alone does not load it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from flax import nnx
+
+from remat_opt.checkpointing import checkpoint
+from remat_opt.linen import refuse_policy
+from remat_opt.plan import Plan
+from remat_opt.targets import Target
+
+_NOT_GIVEN: Any = object()
+_CONTEXT = "remat_opt"
+
+
+def remat(
+    f: Any = _NOT_GIVEN,
+    *,
+    prevent_cse: bool = True,
+    static_argnums: int | tuple[int, ...] = (),
+    policy: None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    solver: str = "auto",
+    plan: Plan | None = None,
+    static_argnames: str | Sequence[str] = (),
+    keep_user_names: bool = False,
+) -> Any:
+    """A function of nnx modules that recomputes what its backward pass needs, in place of `flax.nnx.remat`.
+
+    Modules, optimizers, metrics and `nnx.Rngs` among the arguments are updated as with `nnx.remat`, and nodes may be
+    shared between them. The function finds its own policy.
+
+    Args:
+        f: a function, or a method that is not bound. Without it, a decorator with these options.
+        prevent_cse: taken for the sake of `nnx.remat`'s signature; recomputation always stands behind barriers.
+        static_argnums: positions of arguments that are not arrays and decide what is traced.
+        policy: taken for the sake of `nnx.remat`'s signature; it has to be None.
+        graph: taken for the sake of `nnx.remat`'s signature: arguments are always lifted as graphs, which holds for
+            trees, too.
+        graph_updates: the same.
+        budget: as for `remat_opt.checkpoint`, for each call.
+        target: the device to plan for.
+        solver: name of the search.
+        plan: a plan of the same call.
+        static_argnames: the same as `static_argnums` for arguments given by name.
+        keep_user_names: respect `nnx.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
+
+    Raises:
+        ValueError: a policy was given, a bound method, or what `remat_opt.checkpoint` refuses.
+    """
+    refuse_policy(policy, "nnx.remat")
+    options: dict[str, Any] = {
+        "static_argnums": static_argnums,
+        "budget": budget,
+        "target": target,
+        "solver": solver,
+        "plan": plan,
+        "static_argnames": static_argnames,
+        "keep_user_names": keep_user_names,
+    }
+    del prevent_cse, graph, graph_updates
+    if f is _NOT_GIVEN:
+        return functools.partial(remat, **options)
+    if inspect.ismethod(f) and isinstance(f.__self__, nnx.Module):
+        raise ValueError(
+            "expected a function or a method that is not bound, got a bound one, whose module could not be updated; "
+            f"write remat_opt.nnx.remat({type(f.__self__).__name__}.{f.__name__})(module, …)"
+        )
+    return _lift(f, options)
+
+
+def _lift(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+    numbers = options.pop("static_argnums")
+    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
+    names = options.pop("static_argnames")
+    names = {names} if isinstance(names, str) else set(names)
+    signature = _signature_of(f)
+
+    @functools.wraps(f)
+    def recomputing(*args, **kwargs):
+        if signature is not None:  # as far as they have positions, arguments are passed by position
+            bound = signature.bind(*args, **kwargs)
+            args, kwargs = bound.args, bound.kwargs
+        by_name = {name: kwargs.pop(name) for name in sorted(names & kwargs.keys())}
+        static = {number % len(args) for number in numbers if -len(args) <= number < len(args)}
+        if signature is not None:
+            positions = {name: at for at, name in enumerate(signature.parameters)}
+            static |= {positions[name] for name in names & positions.keys() if positions[name] < len(args)}
+
+        def of_positions(others, *args):
+            return f(*args, **others, **by_name)
+
+        functools.update_wrapper(of_positions, f)
+        del of_positions.__wrapped__  # its signature is another one
+        pure = nnx.merge_inputs(of_positions, ctxtag=_CONTEXT)
+        pure = checkpoint(pure, static_argnums=tuple(sorted(number + 1 for number in static)), **options)
+        return nnx.split_inputs(pure, ctxtag=_CONTEXT)(kwargs, *args)
+
+    return recomputing
+
+
+def _signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
+    try:
+        return inspect.signature(f)
+    except (TypeError, ValueError):
+        return None
