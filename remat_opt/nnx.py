@@ -16,6 +16,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from remat_opt.checkpointing import checkpoint
@@ -91,33 +94,58 @@ def _lift(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     names = options.pop("static_argnames")
     names = {names} if isinstance(names, str) else set(names)
-    signature = _signature_of(f)
+    signature = inspect.signature(f)
+    positions = {name: at for at, name in enumerate(signature.parameters)}
 
     @functools.wraps(f)
     def recomputing(*args, **kwargs):
-        if signature is not None:  # as far as they have positions, arguments are passed by position
-            bound = signature.bind(*args, **kwargs)
-            args, kwargs = bound.args, bound.kwargs
-        by_name = {name: kwargs.pop(name) for name in sorted(names & kwargs.keys())}
-        static = {number % len(args) for number in numbers if -len(args) <= number < len(args)}
-        if signature is not None:
-            positions = {name: at for at, name in enumerate(signature.parameters)}
-            static |= {positions[name] for name in names & positions.keys() if positions[name] < len(args)}
-
-        def of_positions(others, *args):
-            return f(*args, **others, **by_name)
-
-        functools.update_wrapper(of_positions, f)
-        del of_positions.__wrapped__  # its signature is another one
-        pure = nnx.merge_inputs(of_positions, ctxtag=_CONTEXT)
-        pure = checkpoint(pure, static_argnums=tuple(sorted(number + 1 for number in static)), **options)
-        return nnx.split_inputs(pure, ctxtag=_CONTEXT)(kwargs, *args)
+        bound = signature.bind(*args, **kwargs)  # what has a position is passed by position
+        static: dict[int | str, Any] = {}
+        dynamic: dict[int | str, Any] = {}
+        static_at = {number % len(bound.args) for number in numbers if -len(bound.args) <= number < len(bound.args)}
+        static_at |= {positions[name] for name in names & positions.keys()}
+        for at, value in enumerate(bound.args):
+            (static if at in static_at else dynamic)[at] = value
+        for name, value in bound.kwargs.items():
+            (static if name in names else dynamic)[name] = value
+        return _call(f, static, dynamic, options)
 
     return recomputing
 
 
-def _signature_of(f: Callable[..., Any]) -> inspect.Signature | None:
-    try:
-        return inspect.signature(f)
-    except (TypeError, ValueError):
-        return None
+def _call(
+    f: Callable[..., Any], static: dict[int | str, Any], dynamic: dict[int | str, Any], options: dict[str, Any]
+) -> Any:
+    """Call `f` on arguments by position and by name, as a function of arrays; what it updates is updated outside."""
+
+    def pure(graph, state):
+        with nnx.merge_context(_CONTEXT, inner=True) as context:
+            given = context.merge(graph, state)
+        every = {**static, **{_key(name): value for name, value in given.items()}}
+        args = [every.pop(at) for at in sorted(key for key in every if isinstance(key, int))]
+        result = f(*args, **every)
+        with nnx.split_context(_CONTEXT) as context:
+            return context.split((given, result))
+
+    functools.update_wrapper(pure, f)
+    del pure.__wrapped__  # its signature is another one
+    by_text = {f"{'at' if isinstance(key, int) else 'by'} {key}": _as_arrays(value) for key, value in dynamic.items()}
+    with nnx.update_context(_CONTEXT):
+        with nnx.split_context(_CONTEXT) as context:
+            graph, state = context.split(by_text)
+        graph, state = checkpoint(pure, **options)(graph, state)
+        with nnx.merge_context(_CONTEXT, inner=False) as context:
+            _, result = context.merge(graph, state)
+    return result
+
+
+def _key(text: str) -> int | str:
+    kind, _, key = text.partition(" ")
+    return int(key) if kind == "at" else key
+
+
+def _as_arrays(argument: Any) -> Any:
+    """Python numbers as arrays: in a graph they would count as part of its structure."""
+    is_node = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))  # noqa: E731
+    to_array = lambda x: jnp.asarray(x) if isinstance(x, (bool, int, float, complex, np.generic)) else x  # noqa: E731
+    return jax.tree.map(to_array, argument, is_leaf=is_node)
