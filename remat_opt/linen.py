@@ -82,7 +82,6 @@ def remat(
     }
     del prevent_cse
     if isinstance(methods, Mapping):
-        # `self` is not passed to the lifted function.
         methods = {name: {"how": _for_lifting({**options, **given})} for name, given in methods.items()}
         return transforms.lift_transform(checkpoint, target_module, methods=methods)
     return transforms.lift_transform(checkpoint, target_module, methods=methods, how=_for_lifting(options))
@@ -95,7 +94,11 @@ def _for_lifting(options: dict[str, Any]) -> dict[str, Any]:
         raise NotImplementedError("expected concrete=False, as jax.checkpoint does; write static_argnums=… instead")
     numbers = options["static_argnums"]
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    return {**options, "static_argnums": tuple(number - 1 if number > 0 else number for number in numbers)}
+    # `self` is not passed to the lifted function.
+    static_argnums = tuple(number - 1 if number > 0 else number for number in numbers)
+    lifted = {name: options.pop(name) for name in ("variables", "rngs")}
+    del options["static_argnums"]
+    return {**lifted, "static_argnums": static_argnums, "recompute": checkpointing.checkpoint(**options)}
 
 
 def refuse_policy(policy: Any, theirs: str) -> None:
@@ -109,8 +112,6 @@ def refuse_policy(policy: Any, theirs: str) -> None:
 
 def checkpoint(fn: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:
     """`remat_opt.checkpoint` for a function of a flax scope; its name is part of the wrapped classes' names."""
-    options = dict(how)
-    variables, rngs, static_argnums = (options.pop(name) for name in ("variables", "rngs", "static_argnums"))
 
     def on_pure_values(scope_of: Callable, repack: Callable, variable_groups: Any, rng_groups: Any, *args, **kwargs):
         @functools.wraps(fn)
@@ -120,11 +121,12 @@ def checkpoint(fn: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any
 
         if _is_initialising(scope_of(variable_groups, rng_groups)):
             return pure(variable_groups, rng_groups, *args, **kwargs)
-        behind = tuple(number + 2 if number >= 0 else number for number in static_argnums)
-        recomputing = checkpointing.checkpoint(pure, static_argnums=behind, **options)
+        behind = tuple(number + 2 if number >= 0 else number for number in how["static_argnums"])
+        recomputing = how["recompute"](pure, static_argnums=behind)
         return recomputing(variable_groups, rng_groups, *args, **kwargs)
 
-    return lift.pack(on_pure_values, (variables,), (variables,), (rngs,), name="remat", enable_kwargs=True)
+    variables, rngs = (how["variables"],), (how["rngs"],)
+    return lift.pack(on_pure_values, variables, variables, rngs, name="remat", enable_kwargs=True)
 
 
 def _is_initialising(scopes: Any) -> bool:

@@ -69,30 +69,23 @@ def remat(
         ValueError: a policy was given, a bound method, or what `remat_opt.checkpoint` refuses.
     """
     refuse_policy(policy, "nnx.remat")
-    options: dict[str, Any] = {
-        "static_argnums": static_argnums,
-        "budget": budget,
-        "target": target,
-        "solver": solver,
-        "plan": plan,
-        "static_argnames": static_argnames,
-        "keep_user_names": keep_user_names,
-    }
     del prevent_cse, graph, graph_updates
+    recompute = checkpoint(budget=budget, target=target, solver=solver, plan=plan, keep_user_names=keep_user_names)
+    lift = functools.partial(_lift, recompute=recompute, numbers=static_argnums, names=static_argnames)
     if f is _NOT_GIVEN:
-        return functools.partial(remat, **options)
+        return lift
+    return lift(f)
+
+
+def _lift(
+    f: Callable[..., Any], recompute: Callable, numbers: int | Sequence[int], names: str | Sequence[str]
+) -> Callable[..., Any]:
     if inspect.ismethod(f) and isinstance(f.__self__, nnx.Module):
         raise ValueError(
             "expected a function or a method that is not bound, got a bound one, whose module could not be updated; "
             f"write remat_opt.nnx.remat({type(f.__self__).__name__}.{f.__name__})(module, …)"
         )
-    return _lift(f, options)
-
-
-def _lift(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
-    numbers = options.pop("static_argnums")
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    names = options.pop("static_argnames")
     names = {names} if isinstance(names, str) else set(names)
     signature = inspect.signature(f)
     positions = {name: at for at, name in enumerate(signature.parameters)}
@@ -108,13 +101,13 @@ def _lift(f: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
             (static if at in static_at else dynamic)[at] = value
         for name, value in bound.kwargs.items():
             (static if name in names else dynamic)[name] = value
-        return _call(f, static, dynamic, options)
+        return _call(f, static, dynamic, recompute)
 
     return recomputing
 
 
 def _call(
-    f: Callable[..., Any], static: dict[int | str, Any], dynamic: dict[int | str, Any], options: dict[str, Any]
+    f: Callable[..., Any], static: dict[int | str, Any], dynamic: dict[int | str, Any], recompute: Callable
 ) -> Any:
     """Call `f` on arguments by position and by name, as a function of arrays; what it updates is updated outside."""
 
@@ -133,7 +126,7 @@ def _call(
     with nnx.update_context(_CONTEXT):
         with nnx.split_context(_CONTEXT) as context:
             graph, state = context.split(by_text)
-        graph, state = checkpoint(pure, **options)(graph, state)
+        graph, state = recompute(pure)(graph, state)
         with nnx.merge_context(_CONTEXT, inner=False) as context:
             _, result = context.merge(graph, state)
     return result

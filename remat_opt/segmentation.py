@@ -62,9 +62,10 @@ class Differentiated:
 
     @functools.cached_property
     def turn(self) -> int:
-        """The position, in the order of first runs, of the first op that depends on a cotangent."""
-        order = self.problem.order
-        return next((at for at, op in enumerate(order) if op in self.backward_ops), len(order))
+        """The position, in the order of first runs, behind the last op that makes a value of the function."""
+        producer = self.problem.graph.producer
+        made_by = {producer[value] for value in self.joint_value.values()}
+        return max((at + 1 for at, op in enumerate(self.problem.order) if op in made_by), default=0)
 
     @functools.cached_property
     def residuals(self) -> frozenset[int]:
