@@ -1,5 +1,6 @@
 """Whole training steps of the image networks, for the demo, the tests and the benchmarks."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -80,15 +81,19 @@ def image_classifier(
     remat: bool = False,
     dtype: jnp.dtype = jnp.float32,
     learning_rate: float | None = None,
+    wrap: Callable[[type[nn.Module]], Callable[..., nn.Module]] | None = None,
 ) -> TrainingExample:
     """The training step of one of `NETWORKS` on images (batch, size, size, 3): cross entropy, SGD with momentum.
 
     Nothing is allocated. Parameters are float32 and `dtype` is that of the computation. `remat` wraps every block in
-    `nn.remat` by hand. The default learning rate is the papers': 0.1 with batch norm, 0.01 without.
+    `nn.remat` by hand; `wrap` gives the whole network's class another one. The default learning rate is the papers': 0.1 with batch norm, 0.01 without.
     """
     if name not in NETWORKS:
         raise ValueError(f"unknown network {name!r}; known are {', '.join(sorted(NETWORKS))}")
     network = NETWORKS[name](num_classes=classes, dtype=dtype, remat=remat)
+    if wrap is not None:
+        fields = (field.name for field in dataclasses.fields(network) if field.name not in ("parent", "name"))
+        network = wrap(type(network))(**{field: getattr(network, field) for field in fields})
     images = jax.ShapeDtypeStruct((batch, size, size, 3), dtype)
     labels = jax.ShapeDtypeStruct((batch,), jnp.int32)
     if learning_rate is None:
