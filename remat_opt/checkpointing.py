@@ -26,11 +26,12 @@ from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.segmentation import Differentiated, differentiate
+from remat_opt.static_arguments import StaticArguments
 from remat_opt.targets import Target, resolve_target
 from remat_opt.write.checkpoint import Layout, evaluate, write_segments
 
 _NOT_GIVEN: Any = object()
-_MOST_REMEMBERED = 256  # programs; for each function, sets of static arguments
+_MOST_REMEMBERED = 256  # programs
 
 
 def checkpoint(
@@ -112,7 +113,7 @@ def checkpoint(
         raise TypeError(
             f"expected a function, got {type(fun).__name__}; write remat_opt.checkpoint(loss_fn), without calling it"
         )
-    static = _StaticArguments(fun, static_argnums, static_argnames)
+    static = StaticArguments(fun, static_argnums, static_argnames)
     checkpointed = _Checkpointed(fun, settings, static)
 
     @functools.wraps(fun)
@@ -168,67 +169,18 @@ def policy(
         ValueError: there is no name in the function, or nothing to differentiate.
     """
     settings = check_settings(
-        budget=budget, target=target, solver="auto", plan=None, verify=False, keep_user_checkpoints=True, on_error="raise"
+        budget=budget,
+        target=target,
+        solver="auto",
+        plan=None,
+        verify=False,
+        keep_user_checkpoints=True,
+        on_error="raise",
     )
-    checkpointed = _Checkpointed(fun, settings, _StaticArguments(fun, static_argnums, static_argnames))
+    checkpointed = _Checkpointed(fun, settings, StaticArguments(fun, static_argnums, static_argnames))
     differentiated = checkpointed.differentiated(args, kwargs)
     names = choose_names(differentiated, settings.budget)
     return NamesPolicy(names, jax.checkpoint_policies.save_only_these_names(*names))
-
-
-class _StaticArguments:
-    """Takes static arguments out of a call, as `jax.checkpoint` does: they need not be hashable."""
-
-    def __init__(self, fun: Callable, argnums: int | Sequence[int], argnames: str | Iterable[str]):
-        self.fun = fun
-        self.argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
-        self.argnames = frozenset((argnames,) if isinstance(argnames, str) else argnames)
-        if not all(isinstance(number, int) for number in self.argnums):
-            raise TypeError(f"expected static_argnums to be an int or ints, got {argnums!r}")
-        self.jitted = jax.jit(fun)
-        self.bound: collections.OrderedDict[Any, Any] = collections.OrderedDict()
-
-    def split(self, args: tuple, kwargs: dict) -> tuple[Any, tuple, dict]:
-        """The jitted function of the other arguments, and those."""
-        if not self.argnums and self.argnames.isdisjoint(kwargs):
-            return self.jitted, args, kwargs
-        if not all(-len(args) <= number < len(args) for number in self.argnums):
-            raise ValueError(
-                f"expected static_argnums of at least {-len(args)} and less than {len(args)}, the number of positional "
-                f"arguments in this call; got {self.argnums}"
-            )
-        numbers = {number % len(args) for number in self.argnums}
-        static = {number: args[number] for number in sorted(numbers)}
-        by_name = {name: kwargs[name] for name in sorted(self.argnames & kwargs.keys())}
-        dynamic = tuple(x for number, x in enumerate(args) if number not in numbers)
-        rest = {name: x for name, x in kwargs.items() if name not in by_name}
-        return self.with_static(static, by_name), dynamic, rest
-
-    def with_static(self, static: dict[int, Any], by_name: dict[str, Any]) -> Any:
-        key = (tuple(static.items()), tuple(by_name.items()))
-        try:
-            if key in self.bound:
-                self.bound.move_to_end(key)
-                return self.bound[key]
-        except TypeError:  # not hashable: traced anew at each call
-            return jax.jit(self.bind(static, by_name))
-        if any(isinstance(leaf, compat.Tracer) for leaf in (*static.values(), *by_name.values())):
-            return jax.jit(self.bind(static, by_name))
-        self.bound[key] = jax.jit(self.bind(static, by_name))
-        if len(self.bound) > _MOST_REMEMBERED:
-            self.bound.popitem(last=False)
-        return self.bound[key]
-
-    def bind(self, static: dict[int, Any], by_name: dict[str, Any]) -> Callable:
-        @functools.wraps(self.fun)
-        def of_the_others(*dynamic, **kwargs):
-            rest = iter(dynamic)
-            count = len(dynamic) + len(static)
-            args = [static[number] if number in static else next(rest) for number in range(count)]
-            return self.fun(*args, **kwargs, **by_name)
-
-        del of_the_others.__wrapped__  # its signature is another one
-        return of_the_others
 
 
 class _Outcome(NamedTuple):
@@ -262,7 +214,7 @@ _OUTCOMES = _Outcomes()
 class _Checkpointed:
     """A function under `checkpoint`, with what was decided for its programs."""
 
-    def __init__(self, fun: Callable, settings: Settings, static: _StaticArguments):
+    def __init__(self, fun: Callable, settings: Settings, static: StaticArguments):
         self.fun = fun
         self.settings = settings
         self.static = static

@@ -1,11 +1,11 @@
 """Flax linen: `remat_opt.linen.remat` in place of `flax.linen.remat`.
 
-    import remat_opt.linen
+    import remat_opt
 
     Model = remat_opt.linen.remat(Model)
 
 It is for a whole network, which it divides itself, or for a block of many, between which it keeps no more than
-`nn.remat` would. Needs the extra `flax`; `import remat_opt` alone does not load it.
+`nn.remat` would. Needs the extra `flax`, which is imported when `remat_opt.linen` is first used.
 """
 
 from __future__ import annotations

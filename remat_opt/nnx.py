@@ -1,12 +1,12 @@
 """Flax nnx: `remat_opt.nnx.remat` in place of `flax.nnx.remat`.
 
-    import remat_opt.nnx
+    import remat_opt
 
     @remat_opt.nnx.remat
     def loss_fn(model, images, labels): ...
 
-It is for a loss or a whole network, which it divides itself, or for a layer of many. Needs the extra `flax`;
-`import remat_opt` alone does not load it.
+It is for a loss or a whole network, which it divides itself, or for a layer of many. Needs the extra `flax`,
+which is imported when `remat_opt.nnx` is first used.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _lift(
             f"write remat_opt.nnx.remat({type(f.__self__).__name__}.{f.__name__})(module, …)"
         )
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    names = {names} if isinstance(names, str) else set(names)
+    static_names = {names} if isinstance(names, str) else set(names)
     signature = inspect.signature(f)
     positions = {name: at for at, name in enumerate(signature.parameters)}
 
@@ -96,11 +96,11 @@ def _lift(
         static: dict[int | str, Any] = {}
         dynamic: dict[int | str, Any] = {}
         static_at = {number % len(bound.args) for number in numbers if -len(bound.args) <= number < len(bound.args)}
-        static_at |= {positions[name] for name in names & positions.keys()}
+        static_at |= {positions[name] for name in static_names & positions.keys()}
         for at, value in enumerate(bound.args):
             (static if at in static_at else dynamic)[at] = value
         for name, value in bound.kwargs.items():
-            (static if name in names else dynamic)[name] = value
+            (static if name in static_names else dynamic)[name] = value
         return _call(f, static, dynamic, recompute)
 
     return recomputing
@@ -114,14 +114,13 @@ def _call(
     def pure(graph, state):
         with nnx.merge_context(_CONTEXT, inner=True) as context:
             given = context.merge(graph, state)
-        every = {**static, **{_key(name): value for name, value in given.items()}}
-        args = [every.pop(at) for at in sorted(key for key in every if isinstance(key, int))]
-        result = f(*args, **every)
+        every = {**static, **{_key(text): value for text, value in given.items()}}
+        args = [every[at] for at in sorted(key for key in every if isinstance(key, int))]
+        result = f(*args, **{name: value for name, value in every.items() if isinstance(name, str)})
         with nnx.split_context(_CONTEXT) as context:
             return context.split((given, result))
 
-    functools.update_wrapper(pure, f)
-    del pure.__wrapped__  # its signature is another one
+    pure.__name__ = getattr(f, "__name__", type(f).__name__)
     by_text = {f"{'at' if isinstance(key, int) else 'by'} {key}": _as_arrays(value) for key, value in dynamic.items()}
     with nnx.update_context(_CONTEXT):
         with nnx.split_context(_CONTEXT) as context:

@@ -222,10 +222,10 @@ def test_without_jit_at_all() -> None:
 
 
 def with_names(params: Any, x: jax.Array) -> jax.Array:
-    for index, layer in enumerate(params):
+    for layer in params:
         x = checkpoint_name(jnp.tanh(x @ layer["w"]), "wide")
-        x = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x) * x, "narrow"))(x)  # noqa: B023
-    return (x**2).mean() * (index + 1)
+        x = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x) * x, "narrow"))(x)
+    return (x**2).mean()
 
 
 def names_in(fun: Any, *args: Any) -> set[str]:

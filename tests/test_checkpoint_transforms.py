@@ -1,4 +1,4 @@
-"""Every transform of JAX on `remat_opt.checkpoint(fun)` gives what it gives on `fun`, wherever `jax.checkpoint` does."""
+"""Every transform of JAX on `remat_opt.checkpoint(fun)` gives what it gives on `fun`, as `jax.checkpoint` does."""
 
 from functools import partial
 from typing import Any
@@ -23,7 +23,7 @@ def params_of(depth: int = DEPTH) -> list[dict[str, jax.Array]]:
 
 
 def network(params: Any, x: jax.Array) -> jax.Array:
-    """Products, a custom derivative (relu), reductions and elementwise work: wide enough between its cuts to recompute."""
+    """Products, a custom derivative (relu), reductions and elementwise work."""
     for layer in params:
         y = jax.nn.relu(x @ layer["w"] + layer["b"])
         x = x + jnp.tanh(y) * jax.nn.softmax(y)
@@ -201,7 +201,7 @@ def test_custom_rules_hold() -> None:
 def test_loops_and_branches_inside() -> None:
     def fun(params, x):
         for layer in params:
-            x = jax.lax.scan(lambda c, _: (jnp.tanh(c @ layer["w"]), None), x, length=3)[0]
+            x = jax.lax.scan(lambda c, _, w=layer["w"]: (jnp.tanh(c @ w), None), x, length=3)[0]
             x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
             x = x * jax.lax.stop_gradient(jax.lax.while_loop(lambda s: s < 10, lambda s: s * 2, jnp.abs(x).sum() + 1))
         return (x**2).mean()
@@ -231,7 +231,9 @@ def remat3():
 
 
 @pytest.mark.filterwarnings("ignore:remat_opt. under jax_remat3")
-@pytest.mark.parametrize("transform", ["call", "grad", "jit of grad", "jvp", "vmap", "grad of vmap", "in scan", "linearize"])
+@pytest.mark.parametrize(
+    "transform", ["call", "grad", "jit of grad", "jvp", "vmap", "grad of vmap", "in scan", "linearize"]
+)
 def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
     args = data()
     apply = TRANSFORMS[transform]

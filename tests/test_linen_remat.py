@@ -123,7 +123,9 @@ def test_other_methods_and_their_options(x: jax.Array) -> None:
     for model in (some, each):
         ours = jax.grad(lambda v, model=model: model.apply(v, x).sum())(variables)
         assert_close(ours, jax.grad(lambda v: Autoencoder().apply(v, x).sum())(variables))
-        assert_close(model.apply(variables, x, 2.0, method="encode"), Autoencoder().apply(variables, x, 2.0, method="encode"))
+        assert_close(
+            model.apply(variables, x, 2.0, method="encode"), Autoencoder().apply(variables, x, 2.0, method="encode")
+        )
 
 
 def test_as_a_decorator_of_a_method(x: jax.Array) -> None:

@@ -86,7 +86,9 @@ def cross_entropy(model: nnx.Module, images: jax.Array, labels: jax.Array) -> ja
 
 
 def classifier_step(
-    make: Callable[..., nnx.Module], remat: Callable[[Callable], Callable] = lambda loss: loss, learning_rate: float = 0.1
+    make: Callable[..., nnx.Module],
+    remat: Callable[[Callable], Callable] = lambda loss: loss,
+    learning_rate: float = 0.1,
 ) -> tuple[Callable[..., tuple[Any, jax.Array]], Any]:
     """A training step of an nnx classifier with SGD and momentum, and the shapes of its state. Nothing is allocated.
 

@@ -86,7 +86,8 @@ def image_classifier(
     """The training step of one of `NETWORKS` on images (batch, size, size, 3): cross entropy, SGD with momentum.
 
     Nothing is allocated. Parameters are float32 and `dtype` is that of the computation. `remat` wraps every block in
-    `nn.remat` by hand; `wrap` gives the whole network's class another one. The default learning rate is the papers': 0.1 with batch norm, 0.01 without.
+    `nn.remat` by hand; `wrap` gives the whole network's class another one. The default learning rate is the
+    papers': 0.1 with batch norm, 0.01 without.
     """
     if name not in NETWORKS:
         raise ValueError(f"unknown network {name!r}; known are {', '.join(sorted(NETWORKS))}")

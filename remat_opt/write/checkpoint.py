@@ -188,9 +188,7 @@ class _Writer:
         return list(read), [value for value in made if self.readers.get(value, set()) - inside]
 
     def bind(self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any]) -> list[Any]:
-        inputs = [
-            x.value if isinstance(x, Constant) else self.read(x, environment, on_demand) for x in equation.inputs
-        ]
+        inputs = [x.value if isinstance(x, Constant) else self.read(x, environment, on_demand) for x in equation.inputs]
         with compat.equation_context(equation.source_info, equation.context):
             return compat.bind_equation(equation.primitive, equation.params, inputs)
 
@@ -218,9 +216,7 @@ class _Writer:
         return on_demand[wanted]
 
 
-def stored_operands(
-    program: Program, on_demand: dict[int, int], operands: Iterable[int | Constant]
-) -> dict[int, None]:
+def stored_operands(program: Program, on_demand: dict[int, int], operands: Iterable[int | Constant]) -> dict[int, None]:
     """The values, none of them on demand, that some operands are or are made of."""
     found: dict[int, None] = {}
     seen: set[int] = set()
