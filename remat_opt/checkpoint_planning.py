@@ -16,11 +16,12 @@ from remat_opt.budget import Budget, parse_budget
 from remat_opt.graph.derive import Choice
 from remat_opt.planning import Decision, Settings, decide, decision_of
 from remat_opt.search import SOLVERS, Solution
-from remat_opt.segmentation import Differentiated, close, kept_bytes, layout_of, user_names
-from remat_opt.write.checkpoint import Layout, Segment
+from remat_opt.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
+from remat_opt.write.checkpoint import Layout
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
 WORTH_NESTING = 0.7  # a layer is divided inside where that lowers its peak to this part
+_CLOSED = "and what is saved behind the last segment is computed again, too: the function is taken for a layer of many"
 _ENCLOSED = "and all of it again as a whole: between forward and backward pass only the function's arguments are kept"
 _FEW_NAMES = 5
 _SEARCHES = 6  # to find the least time whose residuals fit a budget
@@ -58,14 +59,28 @@ def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> Che
         budget = settings.budget
         find = _least_time if budget.is_promise else _least_memory
         decision = decision_of(differentiated.prepared, settings, find(differentiated, settings))
-    solution = decision.solution
-    if not solution.schedule.recomputed:
-        return CheckpointDecision(differentiated, decision, None)
-    layout = layout_of(differentiated, solution)
-    if _is_enclosed(differentiated, solution, layout, budget):
-        decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=_ENCLOSED))
-        layout = _enclose(differentiated, solution, layout)
+    layout, note = _layout(differentiated, decision.solution, budget)
+    if note:
+        decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))
     return CheckpointDecision(differentiated, decision, layout)
+
+
+def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) -> tuple[Layout | None, str]:
+    """The segments that are written, and what else than the solution's schedule they do."""
+    if not solution.schedule.recomputed:
+        return None, ""
+    program = differentiated.program
+    layout = layout_of(differentiated, solution)
+    if budget.is_promise:
+        if kept_bytes(differentiated, layout) <= residual_limit(differentiated, budget):
+            return layout, ""
+    elif is_loss(differentiated):
+        return layout, ""
+    else:
+        closed = close(layout, program)
+        if kept_bytes(differentiated, closed) <= differentiated.result_bytes:
+            return closed, "" if closed == layout else _CLOSED
+    return enclose(layout, program), _ENCLOSED
 
 
 def is_loss(differentiated: Differentiated) -> bool:
@@ -84,12 +99,11 @@ def residual_limit(differentiated: Differentiated, budget: Budget) -> int:
 def _least_memory(differentiated: Differentiated, settings: Settings) -> Solution:
     """The least peak of one call of a loss; for a layer the fewest residuals, then the least peak."""
     least = SOLVERS[settings.solver](differentiated.problem, None)
-    if is_loss(differentiated):
+    if settings.budget.at_any_cost:
+        least = min(least, SOLVERS["rotor"](differentiated.problem, None), key=lambda solution: solution.peak)
+    if is_loss(differentiated) or _is_worth_nesting(differentiated, least):
         return least
-    closed = close(differentiated, least)
-    if _kept(differentiated, closed) <= differentiated.result_bytes:
-        return closed
-    return least if _is_worth_nesting(differentiated, least) else _keep_nothing(differentiated)
+    return _keep_nothing(differentiated)
 
 
 def _least_time(differentiated: Differentiated, settings: Settings) -> Solution:
@@ -127,20 +141,6 @@ def _keep_nothing(differentiated: Differentiated) -> Solution:
     """What one `jax.checkpoint` round the function does."""
     turn = differentiated.turn
     return differentiated.problem.solution(Choice(frozenset(), (turn,), (turn,)))
-
-
-def _is_enclosed(differentiated: Differentiated, solution: Solution, layout: Layout, budget: Budget) -> bool:
-    """Whether the segments stand together in one more `jax.checkpoint`, since they keep too much between them."""
-    if budget.is_promise:
-        return kept_bytes(differentiated, layout) > residual_limit(differentiated, budget)
-    return not is_loss(differentiated) and max(solution.choice.turning_points) < differentiated.turn
-
-
-def _enclose(differentiated: Differentiated, solution: Solution, layout: Layout) -> Layout:
-    if not layout.repeatable(differentiated.program):  # what may run only once has to stay outside
-        return layout_of(differentiated, close(differentiated, solution))
-    everything = tuple(sorted(index for segment in layout.segments for index in segment.equations))
-    return dataclasses.replace(layout, segments=(Segment(everything, recomputed=True, inner=layout.segments),))
 
 
 def choose_names(differentiated: Differentiated, budget: Budget) -> tuple[str, ...]:

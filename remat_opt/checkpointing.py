@@ -69,7 +69,7 @@ def checkpoint(
             any `vmap`) keeps between its forward and its backward pass, its arguments and results not counted: an int,
             text as "800MB", or a float in (0, 1] for a fraction of what it keeps without checkpoints. It is predicted,
             not promised: what a compiler makes of it is not looked at. What cannot be kept within it is recomputed.
-            `"min"` is None here.
+            `"min"` is the least memory at any cost: segments within segments.
         target: the device to plan for ("h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.

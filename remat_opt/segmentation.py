@@ -6,15 +6,15 @@ Names tie the values of the function to those of that program; the search sees o
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 
-from remat_opt.graph.derive import Choice
 from remat_opt.planning import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured
@@ -141,20 +141,12 @@ def _tie(value: int, result: Any) -> Any:
     return compat.name_p.bind(result, name=f"{_TIE}{value}")
 
 
-def close(differentiated: Differentiated, solution: Solution) -> Solution:
-    """A solution in which the last segment, whose residuals a search keeps, is recomputed as well."""
-    problem, choice, turn = differentiated.problem, solution.choice, differentiated.turn
-    last = max(choice.turning_points, default=0)
-    if last >= turn:
-        return solution
-    before = {value for op in problem.order[:last] for value in problem.graph.ops[op].outputs}
-    behind = {value for op in problem.order[last:turn] for value in problem.graph.ops[op].inputs}
-    cuts = tuple(sorted({*choice.cuts, *choice.turning_points, turn}))
-    return problem.solution(Choice(choice.saved | (before & behind), (turn,), cuts))
-
-
 def layout_of(differentiated: Differentiated, solution: Solution) -> Layout:
-    """The segments of a solution, in terms of the function before differentiation."""
+    """The segments of a solution's schedule, in terms of the function before differentiation.
+
+    Ops that the schedule repeats in the same run stand in one segment; what is not repeated and lies among them is
+    saved in it; those of them that run a third time together are a segment inside it, and so on.
+    """
     return _LayoutOf(differentiated, solution).run()
 
 
@@ -164,38 +156,34 @@ class _LayoutOf:
         self.joint_program = differentiated.prepared.captured.program
         self.joint_value = differentiated.joint_value
         self.graph = differentiated.problem.graph
-        self.position = {op: at for at, op in enumerate(differentiated.problem.order)}
-        self.cuts = sorted({*solution.choice.cuts, *solution.choice.turning_points})
-        self.chosen = solution.choice.saved
-        self.again = frozenset(solution.schedule.recomputed)
+        self.repeats: dict[int, list[int]] = {}  # for each op the runs that repeat it
+        for number, run in enumerate(solution.schedule.runs):
+            for op in run.ops if run.recomputed else ():
+                self.repeats.setdefault(op, []).append(number)
+        position = {op: at for at, op in enumerate(differentiated.problem.order)}
+        cuts = sorted({*solution.choice.cuts, *solution.choice.turning_points})
+        self.stage = {op: bisect.bisect_right(cuts, at) for op, at in position.items()}
         self.on_demand: dict[int, int] = {}
+        self.stage_of: dict[int, int] = {}  # for each equation that is not on demand the stretch between cuts
+        self.repeats_of: dict[int, list[int]] = {}  # the same for equations that are not on demand, in program order
 
     def run(self) -> Layout:
-        members = self.members()
-        segments = [segment for key in sorted(members) for segment in self.segments(members[key])]
-        kept = {
-            value: joint
-            for value, joint in self.joint_value.items()
-            if joint in self.chosen and value not in self.on_demand
-        }
-        names = name_values(self.joint_program, kept.values())
-        return Layout(tuple(segments), self.on_demand, {value: names[joint] for value, joint in kept.items()})
-
-    def members(self) -> dict[int, list[int]]:
-        """The equations that are not made on demand, by segment; a segment reads none that is behind it."""
-        members: dict[int, list[int]] = {}
-        segment_of: dict[int, int] = {}
+        stage = 0
         for index, equation in enumerate(self.program.equations):
             op = self.joint_op(index)
             if op is None and is_repeatable(equation):
                 self.on_demand.update(dict.fromkeys(equation.outputs, index))
-                continue
-            segment = 0 if op is None else sum(cut <= self.position[op] for cut in self.cuts)
-            reads = stored_operands(self.program, self.on_demand, equation.inputs)
-            segment = max([segment, *(segment_of.get(value, 0) for value in reads)])
-            segment_of.update(dict.fromkeys(equation.outputs, segment))
-            members.setdefault(segment, []).append(index)
-        return members
+            else:
+                stage = stage if op is None else self.stage[op]
+                self.stage_of[index] = stage
+                self.repeats_of[index] = self.repeats.get(op, []) if op is not None and is_repeatable(equation) else []
+        segments = self.segments(list(self.repeats_of), 0)
+        made = {v for index in self.repeats_of for v in self.program.equations[index].outputs}
+        named = {value: self.joint_value[value] for value in made & self.joint_value.keys()}
+        names = name_values(self.joint_program, named.values())
+        return Layout(
+            segments, self.on_demand, {value: names[joint] for value, joint in named.items() if joint in names}
+        )
 
     def joint_op(self, index: int) -> int | None:
         """The op of the joint graph that stores a result of an equation; None where none is stored."""
@@ -206,19 +194,73 @@ class _LayoutOf:
                 return op
         return None
 
-    def segments(self, equations: list[int]) -> list[Segment]:
-        """One segment; where equations in it may not run twice, they stand between parts of it."""
-        if self.again.isdisjoint(self.joint_op(index) for index in equations):
-            return [Segment(tuple(equations), recomputed=False)]
-        segments = []
-        for free, group in itertools.groupby(equations, lambda index: is_repeatable(self.program.equations[index])):
-            part = tuple(group)
-            segments.append(Segment(part, free, self.saved(part) if free else frozenset()))
-        return segments
+    def segments(self, equations: Sequence[int], level: int) -> tuple[Segment, ...]:
+        """Divide equations by the run of their repeat number `level`."""
+        members: dict[int, list[int]] = {}
+        for index, place in self.places(equations, level).items():
+            members.setdefault(place, []).append(index)
+        found: list[Segment] = []
+        for place in sorted(members):
+            # What may not run twice stands between parts of a segment.
+            for free, group in itertools.groupby(members[place], lambda i: is_repeatable(self.program.equations[i])):
+                part = tuple(group)
+                found.append(self.recomputed(part, level) if place % 2 and free else Segment(part, recomputed=False))
+        return tuple(found)
 
-    def saved(self, equations: Iterable[int]) -> frozenset[int]:
-        made = (value for index in equations for value in self.program.equations[index].outputs)
-        return frozenset(value for value in made if self.joint_value.get(value) in self.chosen)
+    def recomputed(self, equations: tuple[int, ...], level: int) -> Segment:
+        kept = [index for index in equations if len(self.repeats_of[index]) <= level]
+        deeper = any(len(self.repeats_of[index]) > level + 1 for index in equations)
+        saved = frozenset(
+            value
+            for index in kept
+            for value in self.program.equations[index].outputs
+            if value in self.joint_value and self.joint_value[value] not in self.graph.inputs
+        )
+        return Segment(equations, True, saved, self.segments(equations, level + 1) if deeper else ())
+
+    def places(self, equations: Sequence[int], level: int) -> dict[int, int]:
+        """For each equation its place among the segments: odd for recomputed ones, even for what is kept between.
+
+        A segment is as long as from its first to its last op in program order, and on to the next cut: what crosses
+        it is saved, but how it is made need not be. No equation stands before one that makes what it reads.
+        """
+        run_of = {i: self.repeats_of[i][level] for i in equations if len(self.repeats_of[i]) > level}
+        rank = {run: 2 * number + 1 for number, run in enumerate(dict.fromkeys(run_of.values()))}
+        last = {rank[run]: index for index, run in run_of.items()}
+        of_stage = {self.stage_of[index]: rank[run] for index, run in run_of.items()}
+        place_of: dict[int, int] = {}  # of the values so far
+        places: dict[int, int] = {}
+        latest = 0
+        for index in equations:
+            if index in run_of:
+                place = rank[run_of[index]]
+                latest = max(latest, place)
+            elif index <= last.get(latest, -1):
+                place = latest
+            else:
+                place = of_stage.get(self.stage_of[index], latest + latest % 2)
+            equation = self.program.equations[index]
+            reads = stored_operands(self.program, self.on_demand, equation.inputs)
+            places[index] = max([place, *(place_of.get(value, 0) for value in reads)])
+            place_of.update(dict.fromkeys(equation.outputs, places[index]))
+        return places
+
+
+def close(layout: Layout, program: Program) -> Layout:
+    """A layout in which what is kept between segments is recomputed as well, as far as it may be."""
+    segments = []
+    for segment in layout.segments:
+        free = all(is_repeatable(program.equations[index]) for index in segment.equations)
+        segments.append(segment if segment.recomputed or not free else dataclasses.replace(segment, recomputed=True))
+    return dataclasses.replace(layout, segments=tuple(segments))
+
+
+def enclose(layout: Layout, program: Program) -> Layout:
+    """A layout whose segments stand together in one more; where something may not run twice, `close`."""
+    everything = tuple(sorted(index for segment in layout.segments for index in segment.equations))
+    if not all(is_repeatable(program.equations[index]) for index in everything):
+        return close(layout, program)
+    return dataclasses.replace(layout, segments=(Segment(everything, recomputed=True, inner=layout.segments),))
 
 
 def kept_bytes(differentiated: Differentiated, layout: Layout) -> int:

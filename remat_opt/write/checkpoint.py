@@ -45,17 +45,12 @@ class Layout:
     Attributes:
         segments: in the order in which they run forward. Together they hold all equations but those on demand.
         on_demand: for each value that is made afresh wherever it is read the equation that makes it.
-        names: the `checkpoint_name` of each value that is kept, inside a segment or between two.
+        names: the `checkpoint_name` of each value that may be kept, inside a segment or between two.
     """
 
     segments: tuple[Segment, ...]
     on_demand: dict[int, int]
     names: dict[int, str]
-
-    def repeatable(self, program: Program) -> bool:
-        """Whether all equations of all segments may run twice."""
-        kept = (program.equations[index] for segment in self.segments for index in segment.equations)
-        return all(is_repeatable(equation) for equation in kept)
 
 
 def is_repeatable(equation: Equation) -> bool:
@@ -109,23 +104,23 @@ class _Writer:
     def run(self, arguments: Sequence[Any]) -> list[Any]:
         environment = dict(zip(self.program.inputs, arguments, strict=True))
         environment.update(self.program.constants)
-        self.run_segments(self.layout.segments, environment)
+        self.run_segments(self.layout.segments, frozenset(), environment)
         on_demand: dict[int, Any] = {}
         return [
             compat.array_of(x.value, x.aval) if isinstance(x, Constant) else self.read(x, environment, on_demand)
             for x in self.program.outputs
         ]
 
-    def run_segments(self, segments: Sequence[Segment], environment: dict[int, Any]) -> None:
+    def run_segments(self, segments: Sequence[Segment], saved: frozenset[int], environment: dict[int, Any]) -> None:
         for at, segment in enumerate(segments):
             if segment.recomputed:
-                self.checkpoint(segment, self.passing(segments, at, environment), environment)
+                self.checkpoint(segment, self.passing(segments, at, environment), saved, environment)
             else:
-                self.run_inside(segment, frozenset(), environment)
+                self.run_inside(segment, saved, environment)
 
-    def run_inside(self, segment: Segment, saved: Collection[int], environment: dict[int, Any]) -> None:
+    def run_inside(self, segment: Segment, saved: frozenset[int], environment: dict[int, Any]) -> None:
         if segment.inner:
-            self.run_segments(segment.inner, environment)
+            self.run_segments(segment.inner, saved, environment)
             return
         on_demand: dict[int, Any] = {}
         for index in segment.equations:
@@ -162,21 +157,31 @@ class _Writer:
             and (value not in inputs or not before.isdisjoint(self.readers[value]))
         ]
 
-    def checkpoint(self, segment: Segment, passing: Sequence[int], environment: dict[int, Any]) -> None:
-        """Evaluate a segment under `jax.checkpoint`; what it makes for others is added to the environment."""
+    def checkpoint(
+        self, segment: Segment, passing: Sequence[int], saved: frozenset[int], environment: dict[int, Any]
+    ) -> None:
+        """Evaluate a segment under `jax.checkpoint`; what it makes for others is added to the environment.
+
+        Args:
+            segment: what to evaluate.
+            passing: values that pass through it.
+            saved: what segments around this one keep.
+            environment: all values so far.
+        """
+        named_inside = saved | segment.saved
         reads, makes = self.boundary(segment)
         covered, results = list(dict.fromkeys((*reads, *passing))), [*makes, *passing]
 
         def segment_function(*values):
             inside = dict(zip(covered, values, strict=True))
-            self.run_inside(segment, segment.saved, inside)
+            self.run_inside(segment, named_inside, inside)
             return [inside[value] for value in results]
 
         names = sorted({self.layout.names[value] for value in segment.saved})
         policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
         recompute = jax.checkpoint(segment_function, policy=policy)
         environment.update(zip(results, recompute(*(environment[value] for value in covered)), strict=True))
-        named = self.layout.names.keys() & (set(makes) - segment.saved)
+        named = set(makes) - named_inside
         for index in segment.equations:
             self.name(self.program.equations[index], named, environment)
 
