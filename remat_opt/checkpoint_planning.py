@@ -15,7 +15,7 @@ import itertools
 from remat_opt.budget import Budget, parse_budget
 from remat_opt.graph.derive import Choice
 from remat_opt.planning import Decision, Settings, decide, decision_of
-from remat_opt.search import SOLVERS, Solution
+from remat_opt.search import SOLVERS, Solution, Solver
 from remat_opt.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
 from remat_opt.write.checkpoint import Layout
 
@@ -24,6 +24,8 @@ WORTH_NESTING = 0.7  # a layer is divided inside where that lowers its peak to t
 _CLOSED = "and what is saved behind the last segment is computed again, too: the function is taken for a layer of many"
 _ENCLOSED = "and all of it again as a whole: between forward and backward pass only the function's arguments are kept"
 _FEW_NAMES = 5
+_OF_STRETCHES = ("hong", "rotor")
+_MORE_MEMORY = (1.1, 1.2, 1.35)
 _SEARCHES = 6  # to find the least time whose residuals fit a budget
 
 
@@ -98,31 +100,44 @@ def residual_limit(differentiated: Differentiated, budget: Budget) -> int:
 
 def _least_memory(differentiated: Differentiated, settings: Settings) -> Solution:
     """The least peak of one call of a loss; for a layer the fewest residuals, then the least peak."""
-    least = SOLVERS[settings.solver](differentiated.problem, None)
-    if settings.budget.at_any_cost:
-        least = min(least, SOLVERS["rotor"](differentiated.problem, None), key=lambda solution: solution.peak)
+    at_any_cost = settings.budget.at_any_cost
+    problem = differentiated.problem
+    found = [solver(problem, None) for solver in _solvers(settings)]
+    if settings.solver == "auto" and not at_any_cost:
+        # Nested plans of more memory, until they take one forward pass.
+        lowest = min(solution.peak for solution in found)
+        found += [SOLVERS["rotor"](problem, int(lowest * factor)) for factor in _MORE_MEMORY]
+        one_pass = sum(problem.graph.ops[op].seconds for op in problem.order[: differentiated.turn])
+        found = [solution for solution in found if solution.extra_seconds <= one_pass] or found
+    least = min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
     if is_loss(differentiated) or _is_worth_nesting(differentiated, least):
         return least
     return _keep_nothing(differentiated)
 
 
+def _solvers(settings: Settings) -> list[Solver]:
+    """By default those whose plans are stretches of the program, one in another, as `jax.checkpoint` can say it."""
+    return [SOLVERS[name] for name in (_OF_STRETCHES if settings.solver == "auto" else (settings.solver,))]
+
+
 def _least_time(differentiated: Differentiated, settings: Settings) -> Solution:
     """The least extra time of those solutions whose residuals fit the budget."""
-    problem, solver = differentiated.problem, SOLVERS[settings.solver]
+    problem, solvers = differentiated.problem, _solvers(settings)
     limit = residual_limit(differentiated, settings.budget)
     if differentiated.residual_bytes <= limit:
         return problem.plain
-    least = solver(problem, None)
-    candidates = [least]
+    found = [solver(problem, None) for solver in solvers]
+    least = min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
     low, high = least.peak, problem.plain.peak
     for _ in range(_SEARCHES):
         middle = (low + high) // 2
-        candidates.append(solver(problem, middle))
-        if _kept(differentiated, candidates[-1]) <= limit:
+        here = [solver(problem, middle) for solver in solvers]
+        found += here
+        if any(_kept(differentiated, solution) <= limit for solution in here):
             low = middle
         else:
             high = middle
-    fitting = [solution for solution in candidates if _kept(differentiated, solution) <= limit]
+    fitting = [solution for solution in found if _kept(differentiated, solution) <= limit]
     if fitting:
         return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
     return least if _is_worth_nesting(differentiated, least) else _keep_nothing(differentiated)

@@ -71,7 +71,8 @@ def checkpoint(
             not promised: what a compiler makes of it is not looked at. What cannot be kept within it is recomputed.
             `"min"` is the least memory at any cost: segments within segments.
         target: the device to plan for ("h200", "v5e", …); default: the attached backend.
-        solver: name of the search.
+        solver: name of the search. "auto" takes the best of those whose plans are stretches of the program, one in
+            another, since that is what `jax.checkpoint` can express.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
         static_argnums: positions of arguments that are not arrays and decide what is traced; negative ones count from
             the end. They need not be hashable.

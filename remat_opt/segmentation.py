@@ -6,7 +6,6 @@ Names tie the values of the function to those of that program; the search sees o
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -160,22 +159,15 @@ class _LayoutOf:
         for number, run in enumerate(solution.schedule.runs):
             for op in run.ops if run.recomputed else ():
                 self.repeats.setdefault(op, []).append(number)
-        position = {op: at for at, op in enumerate(differentiated.problem.order)}
-        cuts = sorted({*solution.choice.cuts, *solution.choice.turning_points})
-        self.stage = {op: bisect.bisect_right(cuts, at) for op, at in position.items()}
         self.on_demand: dict[int, int] = {}
-        self.stage_of: dict[int, int] = {}  # for each equation that is not on demand the stretch between cuts
         self.repeats_of: dict[int, list[int]] = {}  # the same for equations that are not on demand, in program order
 
     def run(self) -> Layout:
-        stage = 0
         for index, equation in enumerate(self.program.equations):
             op = self.joint_op(index)
             if op is None and is_repeatable(equation):
                 self.on_demand.update(dict.fromkeys(equation.outputs, index))
             else:
-                stage = stage if op is None else self.stage[op]
-                self.stage_of[index] = stage
                 self.repeats_of[index] = self.repeats.get(op, []) if op is not None and is_repeatable(equation) else []
         segments = self.segments(list(self.repeats_of), 0)
         made = {v for index in self.repeats_of for v in self.program.equations[index].outputs}
@@ -209,40 +201,47 @@ class _LayoutOf:
 
     def recomputed(self, equations: tuple[int, ...], level: int) -> Segment:
         kept = [index for index in equations if len(self.repeats_of[index]) <= level]
-        deeper = any(len(self.repeats_of[index]) > level + 1 for index in equations)
+        inner: tuple[Segment, ...] = ()
+        if any(len(self.repeats_of[index]) > level + 1 for index in equations):
+            inner = self.segments(equations, level + 1)
+            if len(inner) == 1 and inner[0].recomputed:
+                inner = inner[0].inner  # the same as a whole
         saved = frozenset(
             value
             for index in kept
             for value in self.program.equations[index].outputs
             if value in self.joint_value and self.joint_value[value] not in self.graph.inputs
         )
-        return Segment(equations, True, saved, self.segments(equations, level + 1) if deeper else ())
+        return Segment(equations, True, saved, inner)
 
     def places(self, equations: Sequence[int], level: int) -> dict[int, int]:
         """For each equation its place among the segments: odd for recomputed ones, even for what is kept between.
 
-        A segment is as long as from its first to its last op in program order, and on to the next cut: what crosses
-        it is saved, but how it is made need not be. No equation stands before one that makes what it reads.
+        A segment is as long as from its first to its last op in program order, and what reads values that are
+        forgotten in it belongs to it, too: outside, its derivative would keep them. No equation stands before one that
+        makes what it reads.
         """
         run_of = {i: self.repeats_of[i][level] for i in equations if len(self.repeats_of[i]) > level}
         rank = {run: 2 * number + 1 for number, run in enumerate(dict.fromkeys(run_of.values()))}
         last = {rank[run]: index for index, run in run_of.items()}
-        of_stage = {self.stage_of[index]: rank[run] for index, run in run_of.items()}
         place_of: dict[int, int] = {}  # of the values so far
+        forgotten: dict[int, int] = {}  # of those of them that are made again
         places: dict[int, int] = {}
         latest = 0
         for index in equations:
+            equation = self.program.equations[index]
+            reads = stored_operands(self.program, self.on_demand, equation.inputs)
             if index in run_of:
                 place = rank[run_of[index]]
                 latest = max(latest, place)
             elif index <= last.get(latest, -1):
                 place = latest
             else:
-                place = of_stage.get(self.stage_of[index], latest + latest % 2)
-            equation = self.program.equations[index]
-            reads = stored_operands(self.program, self.on_demand, equation.inputs)
+                place = max((forgotten[value] for value in reads if value in forgotten), default=latest + latest % 2)
             places[index] = max([place, *(place_of.get(value, 0) for value in reads)])
             place_of.update(dict.fromkeys(equation.outputs, places[index]))
+            if index in run_of:
+                forgotten.update(dict.fromkeys(equation.outputs, places[index]))
         return places
 
 
