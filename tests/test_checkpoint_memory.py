@@ -229,3 +229,39 @@ def test_an_h200_trains_an_nnx_resnet50_in_1700_mb() -> None:
     step, state = classifier_step(resnet50, partial(remat_opt.nnx.remat, target="h200"))
     batch = jax.ShapeDtypeStruct((64, 224, 224, 3), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.int32)
     assert h200_temp(step, (state, *batch), len(jax.tree.leaves(state))) <= 1700 * MB
+
+
+def nesting(jaxpr: Any) -> int:
+    """How deep `jax.checkpoint` regions stand in one another."""
+    depths = [0]
+    for equation in compat.bare_jaxpr(jaxpr).eqns:
+        inside = max(map(nesting, compat.jaxprs_in(equation.params)), default=0)
+        depths.append(inside + (equation.primitive is compat.remat_p))
+    return max(depths)
+
+
+def test_at_any_cost_segments_stand_in_segments() -> None:
+    params, x = [jnp.ones((8, 8)) * 0.1] * 40, jnp.ones((512, 8))
+
+    def deep(params, x):
+        for w in params:
+            x = jnp.tanh(x @ w)
+        return (x**2).mean()
+
+    least = remat_opt.checkpoint(deep, budget="min")
+    assert nesting(jax.make_jaxpr(least)(params, x)) >= 2
+    assert least.plan(params, x).predicted.peak_bytes < 0.3 * least.plan(params, x).predicted.plain_peak_bytes
+    assert temp_bytes(jax.grad(least), params, x) < 0.4 * temp_bytes(jax.grad(deep), params, x)
+    assert_close(jax.jit(jax.grad(least))(params, x), jax.jit(jax.grad(deep))(params, x))
+
+
+@pytest.mark.filterwarnings("ignore:remat_opt. under jax_remat3")
+def test_remat3_saves_where_it_pins_the_cotangents(args: Any) -> None:
+    jax.config.update("jax_remat3", True)
+    try:
+        ours = temp_bytes(jax.grad(remat_opt.checkpoint(loss)), *args)
+        pins = compat.remat3_pins_cotangents()
+    finally:
+        jax.config.update("jax_remat3", False)
+    plain = temp_bytes(jax.grad(loss), *args)
+    assert ours < (0.6 if pins else 1.01) * plain
