@@ -1,4 +1,5 @@
-"""Temporary memory of one example network, as compilers report it: plain, `nn.remat` by hand, and ours.
+"""Temporary memory of one example network, as compilers report it: plain, `nn.remat` by hand, and ours:
+`remat_opt.linen.remat` round the network, and `remat_opt.optimize` round the step.
 
     python -m benchmarks.compiled_memory resnet50 --batch 64 --size 224 --target h200
 
@@ -14,13 +15,13 @@ import json
 
 import jax
 
-from remat_opt import optimize
+from remat_opt import linen, optimize
 from remat_opt.examples import NETWORKS, image_classifier
 from remat_opt.program import compat
 from remat_opt.targets import TARGETS, Figures, measure_flat, resolve_target
 from remat_opt.targets.options import compiler_options_for
 
-VARIANTS = ("plain", "nn.remat", "remat_opt")
+VARIANTS = ("plain", "nn.remat", "linen.remat", "remat_opt")
 
 
 def measure_variant(name: str, variant: str, *, batch: int, size: int, target: str) -> Figures:
@@ -33,7 +34,8 @@ def measure_variant(name: str, variant: str, *, batch: int, size: int, target: s
         size: pixels of an image's side.
         target: one of `TARGETS`.
     """
-    example = image_classifier(name, batch=batch, size=size, remat=variant == "nn.remat")
+    wrap = functools.partial(linen.remat, static_argnums=2, target=target) if variant == "linen.remat" else None
+    example = image_classifier(name, batch=batch, size=size, remat=variant == "nn.remat", wrap=wrap)
     jitted = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
     if variant == "remat_opt":
         jitted = optimize(jitted, target=target)

@@ -1,11 +1,17 @@
 """remat_opt: make a JAX training step fit in memory.
 
 `optimize(train_step)` reads a whole training step, finds which tensors are worth keeping between the forward and the
-backward pass, and makes XLA recompute everything else.
+backward pass, and makes XLA recompute everything else. `checkpoint(loss)` does the same for a function that others
+differentiate, in place of `jax.checkpoint`; `remat_opt.linen` and `remat_opt.nnx`, which import flax when they are
+first used, for Flax modules.
 """
+
+import importlib as _importlib
+from typing import Any as _Any
 
 from remat_opt.api import frontier, measure, optimize
 from remat_opt.budget import InfeasibleBudget
+from remat_opt.checkpointing import NamesPolicy, checkpoint, policy
 from remat_opt.measuring import Measurement
 from remat_opt.optimized import OptimizedFunction, RematWarning
 from remat_opt.pareto import Frontier, FrontierPoint
@@ -18,11 +24,20 @@ __all__ = [
     "FrontierPoint",
     "InfeasibleBudget",
     "Measurement",
+    "NamesPolicy",
     "OptimizedFunction",
     "Plan",
     "PlanError",
     "RematWarning",
+    "checkpoint",
     "frontier",
     "measure",
     "optimize",
+    "policy",
 ]
+
+
+def __getattr__(name: str) -> _Any:
+    if name in ("linen", "nnx"):
+        return _importlib.import_module(f"remat_opt.{name}")
+    raise AttributeError(f"module 'remat_opt' has no attribute {name!r}")

@@ -376,7 +376,7 @@ class OptimizedFunction:
     def _warn(self, message: str) -> None:
         if message not in self._told:
             self._told.add(message)
-            warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=_callers_level())
+            warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=callers_level())
 
 
 def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str, Any]:
@@ -404,7 +404,7 @@ def _compile(jitted: Any, args: tuple, kwargs: dict, target: Target) -> Figures:
     return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)
 
 
-def _callers_level() -> int:
+def callers_level() -> int:
     """How far up the stack the first frame outside of this package and of JAX is."""
     level = 1
     frame = inspect.currentframe()

@@ -3,6 +3,7 @@
 A new family is one file with a table of its networks, and its rows here.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -300,6 +301,7 @@ def make_example(
     dtype: jnp.dtype = jnp.float32,
     learning_rate: float | None = None,
     small: bool = False,
+    wrap: Callable[[type[nn.Module]], Callable[..., nn.Module]] | None = None,
 ) -> TrainingExample:
     """The training step of one of `EXAMPLES`, by default at its source's batch and size.
 
@@ -314,6 +316,7 @@ def make_example(
         dtype: of the computation.
         learning_rate: by default the image networks' papers', 0.1 with batch norm, 0.01 without.
         small: the twin for tests, by default with a batch of 2 and 4 classes (16 tokens).
+        wrap: what the whole network's class is replaced with.
     """
     example = EXAMPLES.get(name)
     if example is None:
@@ -326,6 +329,9 @@ def make_example(
     )
     make = example.small if small else example.network
     network = make(num_classes=classes, dtype=dtype, remat=remat)
+    if wrap is not None:
+        fields = (field.name for field in dataclasses.fields(network) if field.name not in ("parent", "name"))
+        network = wrap(type(network))(**{field: getattr(network, field) for field in fields})
     # Parameters do not depend on how long a sequence is.
     shortest = size if task in (Task.IMAGES, Task.PIXELS) else 1
     batches = task.batches(batch, size, classes, dtype)
@@ -341,10 +347,18 @@ def image_classifier(
     remat: bool = False,
     dtype: jnp.dtype = jnp.float32,
     learning_rate: float | None = None,
+    wrap: Callable[[type[nn.Module]], Callable[..., nn.Module]] | None = None,
 ) -> TrainingExample:
     """The training step of one of `NETWORKS` on images (batch, size, size, 3); see `make_example`."""
     if name not in NETWORKS:
         raise ValueError(f"unknown network {name!r}; known are {', '.join(sorted(NETWORKS))}")
     return make_example(
-        name, batch=batch, size=size, classes=classes, remat=remat, dtype=dtype, learning_rate=learning_rate
+        name,
+        batch=batch,
+        size=size,
+        classes=classes,
+        remat=remat,
+        dtype=dtype,
+        learning_rate=learning_rate,
+        wrap=wrap,
     )

@@ -44,11 +44,11 @@ def capture(jitted: Any, args: tuple, kwargs: dict, *, keep_checkpoints: bool = 
     return capture_traced(traced, keep_checkpoints=keep_checkpoints)
 
 
-def capture_traced(traced: Any, *, keep_checkpoints: bool = False) -> Captured:
-    """The same for a function that has been traced."""
+def capture_traced(traced: Any, **inline_options: bool) -> Captured:
+    """The same for a function that has been traced; options as of `inline`."""
     closed_over = compat.closed_over_tracers(traced)
     given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
-    program = inline(traced.jaxpr, keep_checkpoints=keep_checkpoints)
+    program = inline(traced.jaxpr, **inline_options)
     return Captured(traced, program, mask_by_outputs(program), (False,) * len(closed_over) + given, closed_over)
 
 

@@ -7,6 +7,7 @@ taken from where the installed version keeps it, and each such place says what i
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.state.types import AbstractRef
+from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer as Tracer
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as extend_core
@@ -136,6 +138,31 @@ def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
     return inner.replace(name_stack=stack + inner.name_stack)
 
 
+def is_inexact(aval: Any) -> bool:
+    """Whether values of a type have a derivative: floating point and complex numbers."""
+    return jax.dtypes.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact)
+
+
+def abstract(aval: Any) -> Any:
+    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept."""
+    kept = {"weak_type": aval.weak_type} if getattr(aval, "weak_type", False) else {}
+    sharding = getattr(aval, "sharding", None)
+    if sharding is not None and not sharding.mesh.empty:
+        kept["sharding"] = sharding
+    if varying := getattr(aval, "vma", None):
+        kept["vma"] = varying
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **kept)
+
+
+def array_of(literal: Any, aval: Any) -> Any:
+    """A literal of a jaxpr as an array of its type, weak where the literal is."""
+    if isinstance(literal, jax.Array):
+        return literal
+    if getattr(aval, "weak_type", False):
+        return jax.numpy.asarray(np.asarray(literal).item())
+    return jax.numpy.asarray(literal, aval.dtype)
+
+
 def bare_jaxpr(jaxpr: Any) -> Any:
     """The open jaxpr of an open or a closed one (they become one class in jax 0.12)."""
     return getattr(jaxpr, "jaxpr", jaxpr)
@@ -196,6 +223,45 @@ class JitDescription(NamedTuple):
 def is_jitted(fun: Any) -> bool:
     """Whether `fun` is the result of `jax.jit`."""
     return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__") and hasattr(fun, "trace")
+
+
+def uses_remat3() -> bool:
+    """Whether `jax.checkpoint` is at present its coming implementation, behind the flag `jax_remat3`."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+@functools.cache
+def remat3_pins_cotangents() -> bool:
+    """Whether that implementation takes the cotangents through its barrier. Seen in what it makes of a function."""
+    recomputing = jax.checkpoint(lambda x: jax.numpy.sin(jax.numpy.sin(x)))
+
+    def backward(x, cotangent):
+        return jax.vjp(recomputing, x)[1](cotangent)
+
+    jaxpr = jax.make_jaxpr(backward)(1.0, 1.0).jaxpr
+    return any(len(found.invars) > 1 for found in _barriers(jaxpr))
+
+
+@functools.cache
+def _remat3_names_can_be_batched() -> bool:
+    try:
+        jax.make_jaxpr(jax.vmap(lambda x: checkpoint_name(x, "name")))(np.zeros(1))
+    except NotImplementedError:
+        return False
+    return True
+
+
+def can_name() -> bool:
+    """Whether a `checkpoint_name` may be put on a tensor: in jax 0.10 those of `jax_remat3` know no `vmap`."""
+    return not uses_remat3() or _remat3_names_can_be_batched()
+
+
+def _barriers(jaxpr: Any) -> Iterator[Any]:
+    for equation in bare_jaxpr(jaxpr).eqns:
+        if equation.primitive is barrier_p:
+            yield equation
+        for inner in jaxprs_in(equation.params):
+            yield from _barriers(inner)
 
 
 def describe_jit(fun: Any) -> JitDescription:

@@ -51,6 +51,7 @@ class Program:
     entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
     run_once: frozenset[int] = frozenset()  # values whose equations are not to be repeated: loops that repeat within
     opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
+    named: tuple[tuple[str, int | Constant], ...] = ()  # what was named, where names are taken out
 
     @property
     def has_references(self) -> bool:
@@ -63,14 +64,19 @@ class Program:
         return frozenset().union(*(equation.effects for equation in self.equations))
 
 
-def inline(closed: Any, *, keep_checkpoints: bool = False) -> Program:
+def inline(
+    closed: Any, *, keep_checkpoints: bool = False, keep_rules: bool = False, keep_names: bool = True
+) -> Program:
     """Flatten a closed jaxpr.
 
     Args:
         closed: the traced step.
         keep_checkpoints: leave the user's own `jax.checkpoint` regions as single equations.
+        keep_rules: leave `custom_jvp` and `custom_vjp` calls as single equations, so that the program can still be
+            differentiated as its author wants.
+        keep_names: leave `checkpoint_name` equations; else they are taken out and listed in `Program.named`.
     """
-    return _Inliner(keep_checkpoints).run(closed)
+    return _Inliner(keep_checkpoints, keep_rules, keep_names).run(closed)
 
 
 # Which calls are entered: primitive -> function of the parameters that gives the jaxpr to enter, or None to leave it.
@@ -88,14 +94,19 @@ _ENTERED: dict[Any, Callable[[dict[str, Any]], Any | None]] = {
     primitives.jit_p: _enter_jit,
     primitives.closed_call_p: lambda params: params["call_jaxpr"],
     primitives.call_p: lambda params: params["call_jaxpr"],
+}
+_ENTERED_RULES: dict[Any, Callable[[dict[str, Any]], Any | None]] = {
     primitives.custom_jvp_call_p: lambda params: params["call_jaxpr"],
     primitives.custom_vjp_call_p: lambda params: params["call_jaxpr"],
 }
 
 
 class _Inliner:
-    def __init__(self, keep_checkpoints: bool):
+    def __init__(self, keep_checkpoints: bool, keep_rules: bool, keep_names: bool):
         self.keep_checkpoints = keep_checkpoints
+        self.rules = _ENTERED if keep_rules else _ENTERED | _ENTERED_RULES
+        self.keep_names = keep_names
+        self.named: list[tuple[str, int | Constant]] = []
         self.avals: list[Any] = []
         self.equations: list[Equation] = []
         self.numbering: dict[Any, tuple[int, ...]] = {}
@@ -114,7 +125,13 @@ class _Inliner:
         outputs = tuple(self.read(atom, environment) for atom in jaxpr.outvars)
         constants = tuple(self.constants.values())
         return Program(
-            tuple(self.avals), tuple(inputs), constants, self.alive(outputs), outputs, self.entered_checkpoints
+            tuple(self.avals),
+            tuple(inputs),
+            constants,
+            self.alive(outputs),
+            outputs,
+            self.entered_checkpoints,
+            tuple(self.named),
         )
 
     def new_value(self, aval: Any) -> int:
@@ -138,6 +155,10 @@ class _Inliner:
             source = equation.source_info
             if outer_source is not None:
                 source = compat.nest_source_info(outer_source, source, name)
+            if equation.primitive is compat.name_p and not self.keep_names:
+                self.named.append((equation.params["name"], inputs[0]))
+                environment[equation.outvars[0]] = inputs[0]
+                continue
             inner = self.entered(equation)
             if inner is not None:
                 self.enter(equation, inner, inputs, environment, source)
@@ -153,7 +174,7 @@ class _Inliner:
             keep = self.keep_checkpoints or compat.policy_offloads(equation.params["policy"])
             self.entered_checkpoints |= not keep
             return None if keep else equation.params["jaxpr"]
-        rule = _ENTERED.get(equation.primitive)
+        rule = self.rules.get(equation.primitive)
         return None if rule is None else rule(equation.params)
 
     def enter(self, equation: Any, inner: Any, inputs: tuple, environment: dict, source: Any) -> None:

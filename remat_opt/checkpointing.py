@@ -1,0 +1,316 @@
+"""`checkpoint` and `policy`: for those who write a loss or a library, and do not own the step.
+
+A call traces the function, looks up what was decided for that program (or decides), and evaluates it in segments under
+`jax.checkpoint`. All of that happens while an outer `jax.jit` traces, or at each call where there is none.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from remat_opt.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
+from remat_opt.optimized import RematWarning, callers_level
+from remat_opt.plan import Plan
+from remat_opt.planning import Settings, check_settings
+from remat_opt.program import compat
+from remat_opt.program.capture import Captured, capture_traced
+from remat_opt.program.fingerprint import fingerprint
+from remat_opt.program.inline import Program
+from remat_opt.report.explain import Explanation, explain
+from remat_opt.segmentation import Differentiated, differentiate
+from remat_opt.static_arguments import StaticArguments
+from remat_opt.targets import Target, resolve_target
+from remat_opt.write.checkpoint import Layout, evaluate, write_segments
+
+_NOT_GIVEN: Any = object()
+_MOST_REMEMBERED = 256  # programs
+
+
+def checkpoint(
+    fun: Any = _NOT_GIVEN,
+    *,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    solver: str = "auto",
+    plan: Plan | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    keep_user_names: bool = False,
+) -> Any:
+    """`jax.checkpoint` that finds its own policy.
+
+    The function is read when it is traced, differentiated once symbolically, and divided into segments under the public
+    `jax.checkpoint`, with `checkpoint_name` on the tensors worth keeping. Every transform of JAX applies to the result
+    as to the function: `grad`, `jvp`, `vmap`, `jit`, `scan`, `shard_map`, derivatives of derivatives. What
+    `jax.checkpoint` accepts it accepts, and with the same values.
+
+    Use `remat_opt.optimize` where you own the whole training step: it sees the optimizer too, promises budgets, and
+    sets the compiler options that the CPU needs. Use `checkpoint` for a loss or a layer that others differentiate.
+
+    A function whose differentiable results are small (a loss, a classifier's logits) is divided so that one call with
+    its backward pass needs the least memory, for at most about one more forward pass. Any other function is taken for
+    a layer of which there may be many: between forward and backward a call keeps no more than its arguments and the
+    bytes of its results, and a large layer is divided again inside, for up to two more forward passes.
+
+    On the CPU a plain `jax.jit` with jax 0.10 undoes all recomputation, as it does that of `jax.checkpoint`: jit the
+    step with `compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"}`, or through `remat_opt.optimize`.
+
+    Args:
+        fun: as for `jax.checkpoint`. Without it, a decorator with these options.
+        budget: None for the least memory; or, for the least extra time, how many bytes of residuals one call (before
+            any `vmap`) keeps between its forward and its backward pass, its arguments and results not counted: an int,
+            text as "800MB", or a float in (0, 1] for a fraction of what it keeps without checkpoints. It is predicted,
+            not promised: what a compiler makes of it is not looked at. What cannot be kept within it is recomputed.
+            `"min"` is the least memory at any cost: segments within segments.
+        target: the device to plan for ("h200", "v5e", …); default: the attached backend.
+        solver: name of the search. "auto" takes the best of those whose plans are stretches of the program, one in
+            another, since that is what `jax.checkpoint` can express.
+        plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
+        static_argnums: positions of arguments that are not arrays and decide what is traced; negative ones count from
+            the end. They need not be hashable.
+        static_argnames: the same for arguments given by name.
+        keep_user_names: respect the `jax.checkpoint`s and `checkpoint_name`s inside the function: regions under the
+            user's `jax.checkpoint` stay as they are, and names stay where they are, for a policy outside to find. By
+            default both are replaced by what the search finds.
+
+    Returns:
+        A function as `fun`, with `.plan(*args)` (what was decided, a `Plan`) and `.explain(*args)` added; arguments may
+        be `jax.ShapeDtypeStruct`s there. `jax.ad_checkpoint.print_saved_residuals` shows the kept tensors by name.
+
+    Raises:
+        TypeError: `fun` is no function.
+        ValueError: a budget, solver or target that does not exist.
+        PlanError: at a call, where `plan` is for another function.
+    """
+    options: dict[str, Any] = {
+        "budget": budget,
+        "target": target,
+        "solver": solver,
+        "plan": plan,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "keep_user_names": keep_user_names,
+    }
+    settings = check_settings(
+        budget=budget,
+        target=target,
+        solver=solver,
+        plan=plan,
+        verify=False,
+        keep_user_checkpoints=keep_user_names,
+        on_error="raise",
+    )
+    if fun is _NOT_GIVEN:
+        return functools.partial(checkpoint, **options)
+    if not callable(fun):
+        raise TypeError(
+            f"expected a function, got {type(fun).__name__}; write remat_opt.checkpoint(loss_fn), without calling it"
+        )
+    static = StaticArguments(fun, static_argnums, static_argnames)
+    checkpointed = _Checkpointed(fun, settings, static)
+
+    @functools.wraps(fun)
+    def recomputing(*args, **kwargs):
+        return checkpointed(args, kwargs)
+
+    recomputing.plan = checkpointed.plan  # pyright: ignore[reportAttributeAccessIssue]
+    recomputing.explain = checkpointed.explain  # pyright: ignore[reportAttributeAccessIssue]
+    return recomputing
+
+
+class NamesPolicy(NamedTuple):
+    """Which of a function's own names to save.
+
+    Attributes:
+        names: the names, sorted.
+        policy: `jax.checkpoint_policies.save_only_these_names(*names)`, for `jax.checkpoint(fun, policy=policy)`.
+    """
+
+    names: tuple[str, ...]
+    policy: Callable[..., Any]
+
+
+def policy(
+    fun: Callable,
+    *args: Any,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> NamesPolicy:
+    """Which names to save, for those who place `jax.ad_checkpoint.checkpoint_name` themselves.
+
+        names, policy = remat_opt.policy(loss_fn, params, batch, budget=0.3)
+        loss_fn = jax.checkpoint(loss_fn, policy=policy)
+
+    Predicted for one `jax.checkpoint` round the function, with the recomputation of what lies between two saved names
+    done when its cotangents are due. Compilers may do more of it at once: `remat_opt.checkpoint` divides the function
+    so that they cannot.
+
+    Args:
+        fun: a function with names in it.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s; nothing runs.
+        budget: None for the names with which one call needs the least memory; or bytes of residuals, or a fraction of
+            those without checkpoints, as for `checkpoint`, for the least extra time. Predicted, not promised.
+        target: the device to plan for; default: the attached backend.
+        static_argnums: as for `checkpoint`.
+        static_argnames: as for `checkpoint`.
+        **kwargs: arguments of the function by name.
+
+    Raises:
+        ValueError: there is no name in the function, or nothing to differentiate.
+    """
+    settings = check_settings(
+        budget=budget,
+        target=target,
+        solver="auto",
+        plan=None,
+        verify=False,
+        keep_user_checkpoints=True,
+        on_error="raise",
+    )
+    checkpointed = _Checkpointed(fun, settings, StaticArguments(fun, static_argnums, static_argnames))
+    differentiated = checkpointed.differentiated(args, kwargs)
+    names = choose_names(differentiated, settings.budget)
+    return NamesPolicy(names, jax.checkpoint_policies.save_only_these_names(*names))
+
+
+class _Outcome(NamedTuple):
+    """What to do with a program. It holds numbers only, nothing of a trace that may be over."""
+
+    differentiable: bool
+    layout: Layout | None = None
+
+
+class _Outcomes:
+    """What was decided, by program and settings; shared, since libraries wrap a function anew at each trace."""
+
+    def __init__(self):
+        self.found: collections.OrderedDict[Any, tuple[_Outcome, Plan | None]] = collections.OrderedDict()
+        self.lock = threading.RLock()
+
+    def get(self, key: Any, decide: Callable[[], _Outcome], plan: Plan | None) -> _Outcome:
+        """The outcome for a key. The plan is held, so that its id, which is part of the key, stays its own."""
+        with self.lock:
+            if key not in self.found:
+                self.found[key] = decide(), plan
+                if len(self.found) > _MOST_REMEMBERED:
+                    self.found.popitem(last=False)
+            self.found.move_to_end(key)
+            return self.found[key][0]
+
+
+_OUTCOMES = _Outcomes()
+
+
+class _Checkpointed:
+    """A function under `checkpoint`, with what was decided for its programs."""
+
+    def __init__(self, fun: Callable, settings: Settings, static: StaticArguments):
+        self.fun = fun
+        self.settings = settings
+        self.static = static
+
+    def __call__(self, args: tuple, kwargs: dict) -> Any:
+        jitted, dynamic, rest = self.static.split(args, kwargs)
+        traced, captured = self.capture(jitted, dynamic, rest)
+        leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves((dynamic, rest))]
+        leaves = [*captured.closed_over, *leaves]
+        outcome = self.outcome(captured)
+        # The function itself is not run again: it may update what it closes over.
+        as_it_is = functools.partial(_as_it_is, captured.program)
+        if not outcome.differentiable:  # in reverse: jax.checkpoint knows what to do, and what to say
+            results = jax.checkpoint(as_it_is)(*leaves)
+        elif outcome.layout is None:
+            results = as_it_is(*leaves)
+        else:
+            _warn_of_remat3()
+            results = write_segments(captured.program, outcome.layout, leaves)
+        return jax.tree.unflatten(traced.out_tree, results)
+
+    def plan(self, *args, **kwargs) -> Plan:
+        """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        return self.decision(args, kwargs).decision.plan
+
+    def explain(self, *args, **kwargs) -> Explanation:
+        """What is saved, what is recomputed, why, and what it costs, of the function's forward and backward pass."""
+        decision = self.decision(args, kwargs).decision
+        prepared, solution = decision.prepared, decision.solution
+        graph, plain = prepared.problem.graph, prepared.problem.plain
+        names = prepared.names(solution.choice)
+        return explain(decision.plan, graph, plain.liveness, solution.liveness, names, dict(decision.seconds))
+
+    def capture(self, jitted: Any, args: tuple, kwargs: dict) -> tuple[Any, Captured]:
+        try:
+            traced = jitted.trace(*args, **kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(
+                "In remat_opt.checkpoint, arguments that decide what is traced are static: write "
+                "remat_opt.checkpoint(fun, static_argnums=...) or static_argnames=..."
+            )
+            raise
+        keep = self.settings.keep_user_checkpoints
+        return traced, capture_traced(traced, keep_checkpoints=keep, keep_rules=True, keep_names=keep)
+
+    def outcome(self, captured: Captured) -> _Outcome:
+        if captured.program.has_references:
+            return _Outcome(differentiable=False)
+        settings = self.settings
+        target = resolve_target(settings.target)
+        asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
+        return _OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
+
+    def decide(self, captured: Captured) -> _Outcome:
+        try:
+            differentiated = self.differentiate(captured)
+        except Exception:  # JAX says it again, and to whom it concerns, when somebody asks for the derivative
+            return _Outcome(differentiable=False)
+        if differentiated is None:
+            return _Outcome(differentiable=False)
+        return _Outcome(True, decide_checkpoint(differentiated, self.settings).layout)
+
+    def differentiate(self, captured: Captured) -> Differentiated | None:
+        target = resolve_target(self.settings.target)
+        return differentiate(captured.program, target, keep_checkpoints=self.settings.keep_user_checkpoints)
+
+    def differentiated(self, args: tuple, kwargs: dict) -> Differentiated:
+        """The function with its backward pass, for those who ask about it."""
+        jitted, dynamic, rest = self.static.split(args, kwargs)
+        _, captured = self.capture(jitted, dynamic, rest)
+        found = None if captured.program.has_references else self.differentiate(captured)
+        if found is None:
+            raise ValueError(
+                "expected a function with a derivative: floating point arguments and results, and no mutable references"
+            )
+        return found
+
+    def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
+        return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
+
+
+def _as_it_is(program: Program, *leaves: Any) -> list[Any]:
+    return evaluate(program, leaves, lambda _, result: result)
+
+
+@functools.cache
+def _tell_of_remat3() -> None:
+    warnings.warn(
+        "remat_opt: under jax_remat3 this JAX ties recomputation to no cotangent, so that compilers may do it early: "
+        "results are right, little memory may be saved. Turn jax_remat3 off, or install jax 0.12 or newer",
+        RematWarning,
+        stacklevel=callers_level(),
+    )
+
+
+def _warn_of_remat3() -> None:
+    if compat.uses_remat3() and not compat.remat3_pins_cotangents():
+        _tell_of_remat3()

@@ -1,0 +1,254 @@
+"""What `remat_opt.checkpoint` takes and refuses: `jax.checkpoint`'s own behaviour, or better."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.ad_checkpoint import checkpoint_name
+from test_checkpoint_transforms import assert_close, checkpoints_in, data, loss, network
+
+import remat_opt
+
+checkpoint = remat_opt.checkpoint
+
+
+def test_integers_keys_none_and_empty_trees() -> None:
+    params, x = data()
+
+    def fun(params, x, key, ids, extra, empty):
+        assert extra is None
+        assert empty == {"nothing": ()}
+        kept = jax.random.bernoulli(key, 0.8, x.shape)
+        table = jnp.concatenate([layer["w"] for layer in params])
+        y = network(params, jnp.where(kept, x, 0.0) + table[ids])
+        return (y**2).mean(), {"count": kept.sum(), "key": jax.random.split(key)[0], "none": None, "ids": ids + 1}
+
+    args = (params, x, jax.random.key(3), jnp.arange(16) % 8, None, {"nothing": ()})
+    ours, theirs = (jax.jit(jax.value_and_grad(f, has_aux=True))(*args) for f in (checkpoint(fun), fun))
+    assert_close(ours, theirs)
+    assert checkpoints_in(checkpoint(fun), *args) >= 2
+
+
+def test_results_that_are_arguments_or_literals_and_arguments_that_are_numbers() -> None:
+    def fun(x, scale, unused):
+        return x, 1.0, np.float32(2.0), jnp.sin(x) * scale
+
+    args = (jnp.ones(3), 2.0, np.arange(3))
+    assert_close(checkpoint(fun)(*args), jax.jit(fun)(*args))
+    weak = checkpoint(lambda x: (1.0, x * 2))(3.0)
+    assert all(value.weak_type for value in weak)
+
+
+def test_static_arguments() -> None:
+    params, x = data()
+
+    def fun(params, kind, x, *, twice=False):
+        y = loss(params, x) if kind == "loss" else network(params, x).sum()
+        return 2 * y if twice else y
+
+    by_number = checkpoint(fun, static_argnums=1, static_argnames="twice")
+    negative = checkpoint(fun, static_argnums=(-2,), static_argnames=["twice"])
+    for kind in ("loss", "sum", "loss"):
+        expected = jax.grad(fun)(params, kind, x, twice=True)
+        assert_close(jax.grad(by_number)(params, kind, x, twice=True), expected)
+    assert_close(jax.grad(negative)(params, "loss", x, twice=True), jax.grad(fun)(params, "loss", x, twice=True))
+
+
+def test_static_arguments_need_not_be_hashable() -> None:
+    def fun(options, x):
+        return jnp.sin(x) * options["scale"] + len(options["more"])
+
+    options = {"scale": 3.0, "more": [1, 2]}
+    x = jnp.ones(4)
+    assert_close(checkpoint(fun, static_argnums=0)(options, x), jax.checkpoint(fun, static_argnums=0)(options, x))
+    options["scale"] = 5.0  # the same object with another content is traced anew
+    assert_close(checkpoint(fun, static_argnums=0)(options, x), fun(options, x))
+
+
+def test_wrong_static_arguments() -> None:
+    with pytest.raises(ValueError, match="at least -1 and less than 1"):
+        checkpoint(jnp.sin, static_argnums=3)(1.0)
+    with pytest.raises(TypeError, match="int or ints"):
+        checkpoint(jnp.sin, static_argnums=("x",))
+
+
+def test_control_flow_on_a_traced_value_names_the_remedy() -> None:
+    def fun(x, flag):
+        return jnp.sin(x) if flag else x
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as raised:
+        checkpoint(fun)(1.0, True)
+    assert "static_argnums" in "".join(raised.value.__notes__)
+    assert float(checkpoint(fun, static_argnums=1)(1.0, False)) == 1.0
+
+
+def test_closures_over_tracers() -> None:
+    params, x = data()
+
+    def of_weights(wrap):
+        def outer(params, scale):
+            def inner(x):
+                return scale * loss(params, x)
+
+            return wrap(inner)(x)
+
+        return jax.jit(jax.grad(outer, argnums=(0, 1)))(params, jnp.float32(2.0))
+
+    assert_close(of_weights(checkpoint), of_weights(lambda f: f))
+
+    def of_a_scan(wrap):
+        def body(carry, row):
+            return carry + wrap(lambda p: loss(p, row[None] * carry))(params), None
+
+        return jax.jit(jax.grad(lambda c: jax.lax.scan(body, c, x)[0]))(jnp.float32(1.0))
+
+    assert_close(of_a_scan(checkpoint), of_a_scan(lambda f: f))
+
+
+def test_nothing_of_a_trace_is_held() -> None:
+    params, x = data()
+    with jax.checking_leaks():
+        jax.jit(lambda p, x: checkpoint(lambda y: loss(p, y))(x))(params, x)
+
+
+def test_a_leaked_tracer_is_told_as_by_jax() -> None:
+    leaked = []
+
+    def leak(x):
+        leaked.append(x)
+        return x * 2
+
+    checkpoint(leak)(jnp.ones(2))
+    with pytest.raises(jax.errors.UnexpectedTracerError):
+        checkpoint(lambda x: x + leaked[0])(jnp.ones(2))
+
+
+# What has no derivative
+
+
+def test_functions_without_a_reverse_derivative_run_and_say_so_when_asked() -> None:
+    def loop(x):
+        return jax.lax.while_loop(lambda c: c[0] < 3, lambda c: (c[0] + 1, jnp.sin(c[1])), (0, x))[1]
+
+    x = jnp.float32(0.5)
+    assert_close(checkpoint(loop)(x), loop(x))
+    assert_close(jax.jvp(checkpoint(loop), (x,), (x,)), jax.jvp(loop, (x,), (x,)))
+    with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
+        jax.grad(checkpoint(loop))(x)
+
+
+def test_functions_of_integers() -> None:
+    assert int(checkpoint(lambda n: n * 2 + 1)(3)) == 7
+    with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
+        jax.grad(checkpoint(lambda n: n * 2))(3)
+
+
+def test_functions_without_arguments_or_results() -> None:
+    assert checkpoint(lambda: None)() is None
+    assert checkpoint(lambda x: ())(1.0) == ()
+    assert_close(checkpoint(lambda: jnp.ones(2))(), jnp.ones(2))
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="without calling it"):
+        checkpoint(3.0)
+    with pytest.raises(ValueError, match="solver among"):
+        checkpoint(loss, solver="magic")
+    with pytest.raises(ValueError, match="fraction"):
+        checkpoint(loss, budget=1.5)
+
+
+# Effects and references
+
+
+def test_a_callback_runs_once_and_python_runs_once() -> None:
+    seen, traced = [], []
+
+    def fun(params, x):
+        traced.append(None)
+        y = network(params[:3], x)
+        jax.debug.callback(lambda value: seen.append(float(value)), y.sum())
+        return (network(params[3:], y) ** 2).mean()
+
+    args = data()
+    ours = jax.jit(jax.grad(checkpoint(fun)))(*args)
+    jax.effects_barrier()
+    assert len(seen) == 1
+    assert len(traced) == 1
+    assert_close(ours, jax.jit(jax.grad(fun))(*args))
+    assert checkpoints_in(checkpoint(fun), *args) >= 2
+
+
+def test_references() -> None:
+    def fun(x):
+        total = jax.new_ref(jnp.zeros(()))
+        total[...] = jnp.sin(x).sum()
+        return total[...] * 2
+
+    x = jnp.arange(3.0)
+    assert_close(checkpoint(fun)(x), fun(x))
+
+
+# Forms
+
+
+def test_as_a_decorator_with_options_and_of_methods() -> None:
+    class Model:
+        def __init__(self, scale):
+            self.scale = scale
+
+        @checkpoint(static_argnums=0, budget=0.5)
+        def loss(self, params, x):
+            """The loss."""
+            return self.scale * loss(params, x)
+
+    args = data()
+    assert Model.loss.__doc__ == "The loss."
+    assert_close(jax.jit(jax.grad(Model(2.0).loss))(*args), jax.jit(jax.grad(lambda p, x: 2.0 * loss(p, x)))(*args))
+    assert_close(checkpoint(functools.partial(loss, args[0]))(args[1]), loss(*args))
+
+
+def test_without_jit_at_all() -> None:
+    args = data()
+    with jax.disable_jit():
+        ours = checkpoint(loss)(*args)
+    assert_close(ours, loss(*args))
+
+
+# The user's own names and checkpoints
+
+
+def with_names(params: Any, x: jax.Array) -> jax.Array:
+    for layer in params:
+        x = checkpoint_name(jnp.tanh(x @ layer["w"]), "wide")
+        x = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x) * x, "narrow"))(x)
+    return (x**2).mean()
+
+
+def names_in(fun: Any, *args: Any) -> set[str]:
+    from remat_opt.program import compat
+
+    def collect(jaxpr: Any) -> set[str]:
+        found: set[str] = set()
+        for equation in compat.bare_jaxpr(jaxpr).eqns:
+            if equation.primitive is compat.name_p:
+                found.add(equation.params["name"])
+            for inner in compat.jaxprs_in(equation.params):
+                found |= collect(inner)
+        return found
+
+    return collect(jax.make_jaxpr(fun)(*args))
+
+
+def test_the_users_names_and_checkpoints_are_replaced_or_kept() -> None:
+    args = data()
+    replaced = names_in(checkpoint(with_names), *args)
+    kept = names_in(checkpoint(with_names, keep_user_names=True), *args)
+    assert not {"wide", "narrow"} & replaced
+    assert {"wide", "narrow"} <= kept
+    for keep in (False, True):
+        ours = jax.jit(jax.grad(checkpoint(with_names, keep_user_names=keep)))(*args)
+        assert_close(ours, jax.jit(jax.grad(with_names))(*args))

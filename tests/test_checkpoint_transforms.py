@@ -1,0 +1,251 @@
+"""Every transform of JAX on `remat_opt.checkpoint(fun)` gives what it gives on `fun`, as `jax.checkpoint` does."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+import remat_opt
+from remat_opt.program import compat
+
+pytestmark = pytest.mark.short
+
+DEPTH, WIDTH, BATCH = 5, 8, 16
+
+
+def params_of(depth: int = DEPTH) -> list[dict[str, jax.Array]]:
+    keys = jax.random.split(jax.random.key(0), depth)
+    return [{"w": 0.4 * jax.random.normal(key, (WIDTH, WIDTH)), "b": jnp.full(WIDTH, 0.1)} for key in keys]
+
+
+def network(params: Any, x: jax.Array) -> jax.Array:
+    """Products, a custom derivative (relu), reductions and elementwise work."""
+    for layer in params:
+        y = jax.nn.relu(x @ layer["w"] + layer["b"])
+        x = x + jnp.tanh(y) * jax.nn.softmax(y)
+    return x
+
+
+def loss(params: Any, x: jax.Array) -> jax.Array:
+    return (network(params, x) ** 2).mean()
+
+
+def data() -> tuple[Any, jax.Array]:
+    return params_of(), jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
+
+
+def checkpoints_in(fun: Any, *args: Any) -> int:
+    """How many `jax.checkpoint` regions a function has when it is traced, inner ones included."""
+
+    def count(jaxpr: Any) -> int:
+        equations = compat.bare_jaxpr(jaxpr).eqns
+        inner = sum(count(one) for equation in equations for one in compat.jaxprs_in(equation.params))
+        return inner + sum(equation.primitive is compat.remat_p for equation in equations)
+
+    return count(jax.make_jaxpr(fun)(*args))
+
+
+def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(expected)
+    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert ours.shape == theirs.shape
+        if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
+            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
+        if ours.dtype != jax.dtypes.float0:
+            np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=tolerance, atol=tolerance)
+
+
+def scanned(fun: Any, params: Any, x: jax.Array) -> jax.Array:
+    def body(total, row):
+        return total + fun(params, row[None]), None
+
+    return jax.lax.scan(body, jnp.zeros(()), x)[0]
+
+
+TRANSFORMS = {
+    "call": lambda fun: fun,
+    "grad": jax.grad,
+    "value_and_grad": jax.value_and_grad,
+    "grad by both": partial(jax.grad, argnums=(0, 1)),
+    "jit of grad": lambda fun: jax.jit(jax.grad(fun)),
+    "grad of jit": lambda fun: jax.grad(jax.jit(fun)),
+    "jvp": lambda fun: lambda p, x: jax.jvp(fun, (p, x), (p, x)),
+    "vjp": lambda fun: lambda p, x: jax.vjp(fun, p, x)[1](jnp.float32(2.0)),
+    "linearize": lambda fun: lambda p, x: jax.linearize(partial(fun, p), x)[1](x),
+    "hessian": lambda fun: lambda p, x: jax.hessian(fun, argnums=1)(p, x[:2]),
+    "grad of grad": lambda fun: jax.grad(lambda p, x: (jax.grad(fun, argnums=1)(p, x) ** 2).sum()),
+    "jvp of grad": lambda fun: lambda p, x: jax.jvp(jax.grad(fun), (p, x), (p, x)),
+    "vmap": lambda fun: jax.vmap(lambda p, row: fun(p, row[None]), in_axes=(None, 0)),
+    "grad of vmap": lambda fun: jax.grad(lambda p, x: jax.vmap(lambda row: fun(p, row[None]))(x).sum()),
+    "vmap of grad": lambda fun: jax.vmap(jax.grad(lambda p, row: fun(p, row[None])), in_axes=(None, 0)),
+    "in scan": lambda fun: jax.grad(partial(scanned, fun)),
+    "under jax.checkpoint": lambda fun: jax.grad(jax.checkpoint(fun)),
+    "under itself": lambda fun: jax.grad(remat_opt.checkpoint(fun)),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_transforms_give_the_same(transform: str) -> None:
+    args = data()
+    apply = TRANSFORMS[transform]
+    assert_close(jax.jit(apply(remat_opt.checkpoint(loss)))(*args), jax.jit(apply(loss))(*args), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("transform", ["call", "value_and_grad", "vmap"])
+def test_transforms_give_the_same_without_jit(transform: str) -> None:
+    args = data()
+    apply = TRANSFORMS[transform]
+    assert_close(apply(remat_opt.checkpoint(loss))(*args), apply(loss)(*args), tolerance=2e-5)
+
+
+@pytest.mark.parametrize("transform", ["call", "jit of grad", "jvp", "vmap", "in scan", "grad of grad"])
+def test_a_layer_gives_the_same(transform: str) -> None:
+    args = data()
+    layer = remat_opt.checkpoint(network)
+    apply = TRANSFORMS[transform]
+    ours = jax.jit(apply(lambda p, x: (layer(p, x) ** 2).mean()))(*args)
+    assert_close(ours, jax.jit(apply(loss))(*args), tolerance=2e-5)
+
+
+def test_the_functions_of_these_tests_are_divided() -> None:
+    assert checkpoints_in(remat_opt.checkpoint(loss), *data()) >= 2
+    assert checkpoints_in(remat_opt.checkpoint(network), *data()) >= 1
+
+
+def test_a_vmapped_function_may_be_inside() -> None:
+    params, x = data()
+
+    def inner(params, x):
+        return jax.vmap(lambda row: loss(params, row[None]))(x).mean()
+
+    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(inner)))(params, x), jax.jit(jax.grad(inner))(params, x))
+
+
+def test_in_shard_map_with_a_collective_inside() -> None:
+    params, x = data()
+    mesh = Mesh(np.array(jax.devices()[:1]), ("data",))
+
+    def total(fun):
+        def of_one_device(params, x):
+            return jax.lax.pmean(fun(params, x), "data")
+
+        specs = (PartitionSpec(), PartitionSpec("data"))
+        return jax.shard_map(of_one_device, mesh=mesh, in_specs=specs, out_specs=PartitionSpec())
+
+    def loss_with_collective(params, x):
+        return loss(params, x + jax.lax.pmean(x, "data"))
+
+    for fun in (loss, loss_with_collective):
+        expected = jax.jit(jax.grad(total(fun)))(params, x)
+        assert_close(jax.jit(jax.grad(total(remat_opt.checkpoint(fun))))(params, x), expected)
+
+
+def test_under_vmap_with_an_axis_name() -> None:
+    params, x = data()
+
+    def fun(params, row):
+        return loss(params, row[None] - jax.lax.pmean(row, "rows"))
+
+    def mean(fun):
+        return lambda p, x: jax.vmap(partial(fun, p), axis_name="rows")(x).mean()
+
+    ours = jax.jit(jax.grad(mean(remat_opt.checkpoint(fun))))(params, x)
+    assert_close(ours, jax.jit(jax.grad(mean(fun)))(params, x))
+
+
+def test_bfloat16_and_complex_numbers() -> None:
+    params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), data())
+    expected = jax.jit(jax.grad(loss))(params, x)
+    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, tolerance=0.05)
+
+    def of_complex(x):
+        for _ in range(4):
+            x = jnp.sin(x @ x.T) * x
+        return jnp.abs(x).sum()
+
+    z = 0.1 * jnp.ones((4, 4)) + 0.05j * jnp.eye(4)
+    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(of_complex)))(z), jax.jit(jax.grad(of_complex))(z))
+
+
+# Derivative rules
+
+
+def test_custom_rules_hold() -> None:
+    @jax.custom_vjp
+    def clipped(x):
+        return x * 2.0
+
+    clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: (jnp.clip(ct, -1e-3, 1e-3) + 0 * x,))
+
+    @jax.custom_jvp
+    def odd(x):
+        return jnp.sin(x)
+
+    odd.defjvp(lambda primals, tangents: (odd(*primals), 3.0 * tangents[0]))
+
+    def fun(params, x):
+        for layer in params:
+            x = x + odd(clipped(jnp.tanh(x @ layer["w"])))
+        return (x**2).sum()
+
+    args = data()
+    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(fun)))(*args), jax.jit(jax.grad(fun))(*args))
+    assert checkpoints_in(remat_opt.checkpoint(fun), *args) >= 2
+
+
+def test_loops_and_branches_inside() -> None:
+    def fun(params, x):
+        for layer in params:
+            x = jax.lax.scan(lambda c, _, w=layer["w"]: (jnp.tanh(c @ w), None), x, length=3)[0]
+            x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+            x = x * jax.lax.stop_gradient(jax.lax.while_loop(lambda s: s < 10, lambda s: s * 2, jnp.abs(x).sum() + 1))
+        return (x**2).mean()
+
+    args = data()
+    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(fun)))(*args), jax.jit(jax.grad(fun))(*args))
+
+
+def test_gradients_inside_the_function() -> None:
+    def penalised(params, x):
+        inner = jax.grad(loss, argnums=1)(params, x)
+        return loss(params, x) + (inner**2).sum()
+
+    args = data()
+    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(penalised)))(*args), jax.jit(jax.grad(penalised))(*args))
+
+
+# Under jax_remat3
+
+
+@pytest.fixture
+def remat3():
+    before = jax.config.jax_remat3
+    jax.config.update("jax_remat3", True)
+    yield
+    jax.config.update("jax_remat3", before)
+
+
+@pytest.mark.filterwarnings("ignore:remat_opt. under jax_remat3")
+@pytest.mark.parametrize(
+    "transform", ["call", "grad", "jit of grad", "jvp", "vmap", "grad of vmap", "in scan", "linearize"]
+)
+def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
+    args = data()
+    apply = TRANSFORMS[transform]
+    assert_close(jax.jit(apply(remat_opt.checkpoint(loss)))(*args), jax.jit(apply(loss))(*args), tolerance=2e-5)
+
+
+def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.WarningsRecorder) -> None:
+    from remat_opt import checkpointing
+
+    checkpointing._tell_of_remat3.cache_clear()
+    jax.grad(remat_opt.checkpoint(loss))(*data())
+    told = [one for one in recwarn if issubclass(one.category, remat_opt.RematWarning)]
+    assert bool(told) == (not compat.remat3_pins_cotangents())
+    if told:
+        assert told[0].filename == __file__
