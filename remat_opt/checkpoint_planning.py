@@ -14,9 +14,10 @@ import itertools
 
 from remat_opt.budget import Budget, parse_budget
 from remat_opt.graph.derive import Choice
-from remat_opt.planning import Decision, Settings, decide, decision_of
+from remat_opt.planning import Decision, decide, decision_of
 from remat_opt.search import SOLVERS, Solution, Solver
 from remat_opt.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
+from remat_opt.settings import Settings
 from remat_opt.write.checkpoint import Layout
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss

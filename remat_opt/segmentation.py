@@ -115,7 +115,7 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
     cotangents = [compat.abstract(aval) for aval in itertools.compress(outputs, results)]
     closed = jax.make_jaxpr(forward_and_backward)(shapes, cotangents)
     joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
-    prepared = prepare(Captured(None, joint, (False,) * len(joint.inputs), ()), target)
+    prepared = prepare(Captured(None, joint, joint, (False,) * len(joint.inputs), ()), target)
     ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}
     return Differentiated(
         program,

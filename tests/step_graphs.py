@@ -1,6 +1,7 @@
 """The graphs of real steps: those of `training_steps.STEPS`, and of networks of the examples."""
 
 import functools
+from typing import Any
 
 import jax
 from training_steps import STEPS
@@ -25,7 +26,7 @@ def graph_of(name: str, target: str = "h200") -> Graph:
         traced = jax.jit(example.train_step, donate_argnums=0).trace(*example.abstract_args)
     else:
         case = STEPS[name]()
-        jitted = case.step if hasattr(case.step, "trace") else jax.jit(case.step)
+        jitted: Any = case.step if hasattr(case.step, "trace") else jax.jit(case.step)
         traced = jitted.trace(*case.make_args(), **case.make_kwargs())
     donated = tuple(leaf.donated for leaf in jax.tree.leaves(traced.args_info))
     device = resolve_target(target)

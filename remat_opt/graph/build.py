@@ -96,9 +96,9 @@ def build(
             op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
         elif as_given and platform == "cpu" and equation.primitive is P.concatenate_p:
             op = dataclasses.replace(op, kind=Kind.OPAQUE)
-        elif (space := workspace_of(equation, program, platform)) or (
-            space := workspace_of_loops(equation.primitive, equation.params, rates)
-        ):
+        else:
+            space = workspace_of(equation, program, platform)
+            space = max(space, workspace_of_loops(equation.primitive, equation.params, rates))
             op = dataclasses.replace(op, workspace=space)
         ops.append(op)
         equation_of.append(index)

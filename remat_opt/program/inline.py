@@ -131,7 +131,7 @@ class _Inliner:
             self.alive(outputs),
             outputs,
             self.entered_checkpoints,
-            tuple(self.named),
+            named=tuple(self.named),
         )
 
     def new_value(self, aval: Any) -> int:

@@ -97,9 +97,9 @@ class Search:
     def low_end(self) -> list[Solution]:
         """From the least peak at any cost to one with at most one extra forward pass: levels, the last one halved."""
         found = list(self.least_filled)
-        for level in range(LEVELS):
-            if self.is_one_pass(self.at_level(level)):
-                break
+        level = 0
+        while level < LEVELS - 1 and not self.is_one_pass(self.at_level(level)):
+            level += 1
         found += map(self.at_level, range(level + 1))
         if level:
             below, high = self.at_level(level - 1), self.budget_of(level)
