@@ -40,6 +40,7 @@ from remat_opt.write.train_step import write
 
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
 WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
+FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 Measure = Callable[["Prepared", "Solution | None"], Figures]
@@ -247,6 +248,13 @@ class _Decider:
         if self.compile is None or (clear and not self.prepared.captured.program.entered_checkpoints):
             return self.decision(solution)
         plain, figures = self.measure(None), self.measure(solution)
+        if self.settings.solver == "auto" and figures.temp_bytes > solution.peak * FAR_OFF:
+            other = search_of(self.prepared.problem).most_barriers
+            of_other = self.measure(other)
+            if of_other.temp_bytes < figures.temp_bytes:
+                solution, figures = other, of_other
+            else:
+                figures = self.measure(solution)  # the jit holds the one that is taken
         if figures.temp_bytes < plain.temp_bytes:
             return self.decision(solution, figures)
         return self.plain(

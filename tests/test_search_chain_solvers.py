@@ -215,7 +215,8 @@ def test_a_sweep_finds_the_last_plan_that_fits() -> None:
 
     def evaluate(index: int) -> Solution:
         asked.append(index)
-        return Simulated(problem.plain.choice, problem.plain.schedule, problem.plain.liveness, peaks[index])
+        plain = problem.plain
+        return Simulated(problem.graph, plain.choice, plain.schedule, plain.liveness, peaks[index])
 
     found = [one.peak for one in sweep(evaluate, len(peaks), 4)]
     assert max(peak for peak in found if peak <= 4) == 4

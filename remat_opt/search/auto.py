@@ -42,6 +42,8 @@ _SHARE_OF_STRUCTURES = 0.4  # of the time of a whole frontier, about
 _HALVINGS = 3  # of the last level
 _FEW_OPS = 400
 _VERY_FEW_OPS = 64
+_SOME_OPS = 1000
+_ABOUT = 1.02
 _MOST_FILLED = 4  # schedules for one budget that are filled
 
 
@@ -115,6 +117,16 @@ class Search:
         """The least peak."""
         return min(self.least_filled, key=_memory_first)
 
+    @functools.cached_property
+    def most_barriers(self) -> Solution:
+        """Of one level of segments with no more memory than `least` has, about, what repeats most.
+
+        Each repeat waits behind a barrier, and barriers hold a compiler to the order in which the model believes. Where
+        the model gives repeats no merit, a compiler may.
+        """
+        low = [one for one in self.one_level if one.peak <= self.least.peak * _ABOUT and self.is_one_pass(one)]
+        return max(low, key=lambda one: one.extra_seconds, default=self.least)
+
     def is_one_pass(self, solution: Solution) -> bool:
         """Whether all repeats take at most one forward pass, in time and in FLOPs."""
         seconds, flops = self.one_pass
@@ -148,7 +160,9 @@ class Search:
         found = [*self.one_level, lower_sets.solve(problem, None), *self.families(self.turns[0]).least_nested()]
         if self.is_small:
             found += [solution for turn in self.turns[1:] for solution in self.families(turn).least_nested()]
-            found += [solver.solve(problem, None) for solver in (hong, rotor, feng_huang, chen)]
+            found += [solver.solve(problem, None) for solver in (hong, feng_huang, chen)]
+        if len(problem.order) <= _SOME_OPS:
+            found.append(rotor.solve(problem, None))
         return found
 
     @functools.cached_property
