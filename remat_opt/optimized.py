@@ -27,7 +27,8 @@ import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
 from remat_opt.plan import Plan
-from remat_opt.planning import Decision, Prepared, decide, prepare, run_as_given, runs_as_given
+from remat_opt.planning import Decision, decide, run_as_given, runs_as_given
+from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain

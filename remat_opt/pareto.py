@@ -8,7 +8,8 @@ from typing import Any
 
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
-from remat_opt.planning import Prepared, decision_of
+from remat_opt.planning import decision_of
+from remat_opt.prepared import Prepared
 from remat_opt.report.progress import SearchProgress
 from remat_opt.search import SOLVERS, Solution, search_of
 from remat_opt.search.auto import pareto_front

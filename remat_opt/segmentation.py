@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from remat_opt.planning import Prepared, prepare
+from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured
 from remat_opt.program.inline import Constant, Program, inline

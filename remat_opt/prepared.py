@@ -1,0 +1,116 @@
+"""`Prepared`: a captured step with its graph, ready for any search, with its loops as they are or written again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from remat_opt.graph.build import Bridge, build
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.derive import Choice
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
+from remat_opt.looping import write_loops
+from remat_opt.loops.choose import LoopChoices, choose
+from remat_opt.program.capture import Captured
+from remat_opt.program.fingerprint import fingerprint
+from remat_opt.program.inline import Program
+from remat_opt.program.names import name_values
+from remat_opt.program.pooling import without_scatter
+from remat_opt.search import Problem, Solution
+from remat_opt.targets import Target
+from remat_opt.write.train_step import write
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """A captured program with its graph, ready for any search.
+
+    Attributes:
+        captured: the program.
+        bridge: its graph.
+        target: whose costs the graph has.
+        seconds: time spent on each stage so far.
+        given: where loops were written again, the program as it was before.
+        loops: what was chosen for the loops.
+    """
+
+    captured: Captured
+    bridge: Bridge
+    target: Target
+    seconds: dict[str, float]
+    given: Prepared | None = None
+    loops: LoopChoices | None = None
+
+    def with_loops(self, limit: int | None, keep_checkpoints: bool = False) -> Prepared:
+        """The same step with its loops written again, for at most `limit` bytes; the step as it is where none is."""
+        program, aliases = self.captured.program, self.bridge.graph.aliases
+        loops = choose(program, self.rates, aliases, limit, keep_checkpoints=keep_checkpoints)
+        return self.with_chosen_loops(loops, limit is None or self.as_given > limit, keep_checkpoints)
+
+    def with_chosen_loops(self, loops: LoopChoices, inside: bool, keep_checkpoints: bool = False) -> Prepared:
+        """The same step with its loops written as was chosen, and with `inside` their bodies, too."""
+        given, aliases = self.captured.program, self.bridge.graph.aliases
+        program, loops = write_loops(
+            given, loops, aliases, self.rates, inside=inside, keep_checkpoints=keep_checkpoints
+        )
+        if program is given:
+            same = dataclasses.replace(self, loops=loops)
+            same.__dict__["problem"] = self.problem  # with what searches remember
+            return same
+        again = prepare(dataclasses.replace(self.captured, program=program), self.target)
+        return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
+
+    @property
+    def rates(self) -> Rates:
+        """What the target can do."""
+        return Rates(self.target.bandwidth, self.target.flops)
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The graph as the searches see it."""
+        return Problem(self.bridge.graph)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What a plan must match."""
+        return self.given.fingerprint if self.given else fingerprint(self.captured.program)
+
+    @functools.cached_property
+    def as_given(self) -> int:
+        """Predicted peak in bytes of the step as it was given, in its own order."""
+        if self.given:
+            return self.given.as_given
+        graph, captured = self.bridge.graph, self.captured
+        other_forms = any(without_scatter(equation, self.target.platform) for equation in captured.program.equations)
+        if captured.given is not captured.program or other_forms:
+            graph = _bridge(captured.given, captured, self.target, as_given=True).graph
+        return simulate(graph, save_everything(graph)).peak if graph.ops else 0
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Types of the program's inputs, as text."""
+        return tuple(f"{aval.dtype}{list(aval.shape)}" for aval in self.captured.input_avals)
+
+    def emit(self, solution: Solution, arguments: Sequence[Any]) -> list[Any]:
+        """Write a solution's schedule on the program's flat inputs, closed-over values first."""
+        return write(self.bridge, solution.schedule, self.names(solution.choice), arguments)
+
+    def names(self, choice: Choice) -> dict[int, str]:
+        """Names of the saved values."""
+        return name_values(self.captured.program, choice.saved)
+
+
+def prepare(captured: Captured, target: Target) -> Prepared:
+    """Build the graph of a captured program with the costs of a target."""
+    started = time.perf_counter()
+    bridge = _bridge(captured.program, captured, target)
+    return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
+
+
+def _bridge(program: Program, captured: Captured, target: Target, *, as_given: bool = False) -> Bridge:
+    rates = Rates(target.bandwidth, target.flops)
+    return build(program, rates, captured.donated, platform=target.platform, as_given=as_given)
