@@ -122,15 +122,7 @@ def frontier(
         A `Frontier`, from the least memory to the step as it was given. Nothing is compiled; give a point's plan to
         `optimize(fun, plan=point.plan)`.
     """
-    settings = check_settings(
-        budget=None,
-        target=target,
-        solver=solver,
-        plan=None,
-        verify=False,
-        keep_user_checkpoints=False,
-        on_error="raise",
-    )
+    settings = check_settings(target=target, solver=solver)
     if isinstance(fun, OptimizedFunction):
         return trace_frontier(fun.original, settings, fun.options, args, kwargs, budgets)
     if compat.is_jitted(fun):

@@ -104,9 +104,7 @@ def checkpoint(
         target=target,
         solver=solver,
         plan=plan,
-        verify=False,
         keep_user_checkpoints=keep_user_names,
-        on_error="raise",
     )
     if fun is _NOT_GIVEN:
         return functools.partial(checkpoint, **options)
@@ -174,9 +172,7 @@ def policy(
         target=target,
         solver="auto",
         plan=None,
-        verify=False,
         keep_user_checkpoints=True,
-        on_error="raise",
     )
     checkpointed = _Checkpointed(fun, settings, StaticArguments(fun, static_argnums, static_argnames))
     differentiated = checkpointed.differentiated(args, kwargs)

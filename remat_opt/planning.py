@@ -140,37 +140,37 @@ class _Decider:
                 "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
                 "optimize the whole training step, with jax.grad and the update, not the loss alone)"
             )
-        # With the user's own checkpoints the step as given may need less than our model of it without them says.
+        candidates = [solution]
         if self.settings.budget.at_any_cost and self.settings.solver == "auto":
-            return self.least_at_any_cost(solution)
+            candidates.insert(0, search_of(self.prepared.problem).least_at_any_cost)
+        if self.compile is None:
+            return self.decision(min(candidates, key=lambda one: one.peak))
+        # With the user's own checkpoints the step as given may need less than our model of it without them says.
         clear = solution.peak <= TOO_CLOSE_TO_CALL * plain_peak
-        if self.compile is None or (clear and not self.prepared.captured.program.entered_checkpoints):
+        clear = clear and not self.prepared.captured.program.entered_checkpoints
+        if clear and candidates[0].schedule == solution.schedule:
             return self.decision(solution)
-        plain, figures = self.measure(None), self.measure(solution)
+        return self.by_the_compiler(candidates, compare_with_plain=not clear)
+
+    def by_the_compiler(self, candidates: Sequence[Solution], *, compare_with_plain: bool) -> Decision:
+        """The candidate that needs least when it is compiled, where asked for only if plain needs more."""
+        plain = self.measure(None) if compare_with_plain else None
+        different = {candidate.schedule: candidate for candidate in candidates}.values()
+        measured = [(self.measure(candidate), candidate) for candidate in different]
+        figures, solution = min(measured, key=lambda pair: pair[0].temp_bytes)
+        if plain is None:
+            return self.decision(solution, figures)
         if self.settings.solver == "auto" and figures.temp_bytes > solution.peak * FAR_OFF:
             other = search_of(self.prepared.problem).most_barriers
             of_other = self.measure(other)
             if of_other.temp_bytes < figures.temp_bytes:
-                solution, figures = other, of_other
-            else:
-                figures = self.measure(solution)  # the jit holds the one that is taken
+                figures, solution = of_other, other
         if figures.temp_bytes < plain.temp_bytes:
             return self.decision(solution, figures)
         return self.plain(
             f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "
             f"{plain.temp_bytes} for the step as it was given"
         )
-
-    def least_at_any_cost(self, once: Solution) -> Decision:
-        """The better of one extra forward pass at most and the least that was found, by the compiler's word."""
-        nested = search_of(self.prepared.problem).least_at_any_cost
-        if nested.schedule == once.schedule:
-            return self.decision(once)
-        if self.compile is None:
-            return self.decision(min(once, nested, key=lambda one: one.peak))
-        measured = [(self.measure(solution), solution) for solution in (nested, once)]
-        figures, solution = min(measured, key=lambda pair: pair[0].temp_bytes)
-        return self.decision(solution, figures)
 
     # A budget
 

@@ -26,13 +26,13 @@ class Settings:
 
 def check_settings(
     *,
-    budget: int | float | str | None,
     target: str | Target | None,
     solver: str,
-    plan: Plan | None,
-    verify: bool,
-    keep_user_checkpoints: bool,
-    on_error: str,
+    budget: int | float | str | None = None,
+    plan: Plan | None = None,
+    verify: bool = False,
+    keep_user_checkpoints: bool = False,
+    on_error: str = "raise",
 ) -> Settings:
     """Read and check what a user wrote; see `optimize` for the errors."""
     if solver not in SOLVERS:

@@ -3,7 +3,6 @@
 import io
 import sys
 
-import jax
 import pytest
 from random_graphs import training_chain
 from training_steps import STEPS
@@ -30,7 +29,8 @@ def test_a_terminal_shows_it_and_is_clean_at_the_end(monkeypatch, with_rich: boo
         shown(0.5)
         during = terminal.getvalue()
     assert "remat_opt: searching" in during
-    assert "50%" in during or with_rich
+    if not with_rich:
+        assert "50% done" in during  # rich draws its bar at its own pace
     assert len(terminal.getvalue()) > len(during)  # it was taken away
 
 
@@ -61,4 +61,3 @@ def test_planning_shows_a_long_search(monkeypatch) -> None:
     case = STEPS["has_aux"]()
     remat_opt.optimize(case.step, verify=False).plan(*case.make_args())
     assert "remat_opt: searching" in terminal.getvalue()
-    assert jax.devices()

@@ -1,14 +1,17 @@
 """The search that a user gets: the best of several models, and then the schedule itself, value by value.
 
-*Families* (`families.py`). Each model orders its plans from least memory to least time: segments with options, with
-and without later residuals beside a segment; nested plans; strategies of lower sets (`lower_sets.py`). For a budget the
-plans of each family that just fit, by simulation, are taken; on small steps the other solvers' answers, too.
+*Structures* are schedules of little memory, which say where segments begin: segments of least memory, with and without
+later residuals beside a segment; nested plans; strategies of lower sets (`lower_sets.py`).
+
+*Families* (`families.py`). For a budget, segments with options and, on small steps or where these do not fit, nested
+plans, each ordered by its model from least memory to least time: those that just fit, by simulation, are taken. On
+small steps the other solvers' answers join the frontier, too.
 
 *Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
 segments there are added, as long as the peak falls.
 
-*Moves.* Each start (structures of little memory, and the families' plans) is filled: `moves.fill` takes repeats out of
-the schedule, value by value, while the budget allows it. On small steps `polish.py` looks for schedules of any form.
+*Moves.* Each structure and each family's plan is filled: `moves.fill` takes repeats out of the schedule, value by
+value, while the budget allows it. On very small steps `polish.py` looks for schedules of any form.
 
 Nothing is solved block by block: a table has the costs of all pairs of cuts at once, so that identical blocks cost no
 more than different ones.
@@ -31,7 +34,7 @@ from remat_opt.search.families import Families
 from remat_opt.search.forward import turning_point
 from remat_opt.search.moves import fill
 from remat_opt.search.polish import lower, shorten
-from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.problem import Problem, Solution, memory_first, time_first
 from remat_opt.search.watching import done
 
 LEVELS = 20
@@ -40,10 +43,10 @@ _MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
 _SHARE_OF_STRUCTURES = 0.4  # of the time of a whole frontier, about
 _HALVINGS = 3  # of the last level
-_FEW_OPS = 400
-_VERY_FEW_OPS = 64
-_SOME_OPS = 1000
-_ABOUT = 1.02
+_VERY_FEW_OPS = 64  # up to which values are forgotten one by one
+_FEW_OPS = 400  # up to which every model is tried at every turning point, and the other solvers are asked
+_SOME_OPS = 1000  # up to which `rotor` is asked for its least memory
+_ABOUT = 1.02  # times the least peak is no more memory, about
 _MOST_FILLED = 4  # schedules for one budget that are filled
 
 
@@ -63,7 +66,7 @@ def search_of(problem: Problem) -> Search:
 def pareto_front(solutions: Iterable[Solution]) -> tuple[Solution, ...]:
     """Those that none of the others beats in both memory and time, from least memory to least time."""
     front: list[Solution] = []
-    for solution in sorted(solutions, key=_memory_first):
+    for solution in sorted(solutions, key=memory_first):
         if not front or solution.extra_seconds < front[-1].extra_seconds:
             front.append(solution)
     return tuple(front)
@@ -71,15 +74,7 @@ def pareto_front(solutions: Iterable[Solution]) -> tuple[Solution, ...]:
 
 def _different(solutions: Iterable[Solution]) -> list[Solution]:
     """The first of each peak and time."""
-    return list({_memory_first(solution): solution for solution in reversed(list(solutions))}.values())[::-1]
-
-
-def _memory_first(solution: Solution) -> tuple[float, float]:
-    return solution.peak, solution.extra_seconds
-
-
-def _time_first(solution: Solution) -> tuple[float, float]:
-    return solution.extra_seconds, solution.peak
+    return list({memory_first(solution): solution for solution in reversed(list(solutions))}.values())[::-1]
 
 
 class Search:
@@ -93,7 +88,7 @@ class Search:
     @functools.cached_property
     def least(self) -> Solution:
         """The least peak with at most one extra forward pass, in time and in FLOPs."""
-        return min(filter(self.is_one_pass, self.low_end), key=_memory_first)
+        return min(filter(self.is_one_pass, self.low_end), key=memory_first)
 
     @functools.cached_property
     def low_end(self) -> list[Solution]:
@@ -115,7 +110,7 @@ class Search:
     @functools.cached_property
     def least_at_any_cost(self) -> Solution:
         """The least peak."""
-        return min(self.least_filled, key=_memory_first)
+        return min(self.least_filled, key=memory_first)
 
     @functools.cached_property
     def most_barriers(self) -> Solution:
@@ -136,13 +131,13 @@ class Search:
     def one_pass(self) -> tuple[float, float]:
         """Seconds and FLOPs of one forward pass: of all before the turning point, and of what segments repeat."""
         graph, turn = self.problem.graph, turning_point(self.problem)
-        ops = {*self.problem.order[:turn], *min(self.one_level, key=_memory_first).schedule.recomputed}
+        ops = {*self.problem.order[:turn], *min(self.one_level, key=memory_first).schedule.recomputed}
         return sum(graph.ops[op].seconds for op in ops), sum(graph.ops[op].flops for op in ops)
 
     @functools.cached_property
     def least_filled(self) -> list[Solution]:
         """Schedules of little memory, with what of their repeats their own peaks leave room to save."""
-        lowest = _different(sorted(self.structures, key=_memory_first))[:_MOST_FILLED]
+        lowest = _different(sorted(self.structures, key=memory_first))[:_MOST_FILLED]
         if self.is_tiny:
             lowest += [self.lowered(solution) for solution in (lowest[0], self.problem.plain)]
         return [*self.one_level, *(fill(self.problem, solution, solution.peak) for solution in lowest)]
@@ -214,7 +209,7 @@ class Search:
         for level in range(0, LEVELS, 2):
             budget = self.budget_of(level)
             answers = (solver.solve(self.problem, budget) for solver in (rotor, hong, lower_sets, feng_huang, chen))
-            fitting = sorted((answer for answer in answers if answer.peak <= budget), key=_time_first)
+            fitting = sorted((answer for answer in answers if answer.peak <= budget), key=time_first)
             yield from (fill(self.problem, answer, budget) for answer in fitting[:1])
 
     def budget_of(self, level: int) -> int:
@@ -233,21 +228,21 @@ class Search:
     def at(self, budget: int, below: Solution) -> Solution:
         """The best for one budget, given a schedule that fits."""
         problem = self.problem
-        structures = sorted(self.structures, key=_memory_first)
+        structures = sorted(self.structures, key=memory_first)
         starts = [below, *_different(structures)[:_MOST_FILLED]]
         planned = [solution for turn in self.turns for solution in self.families(turn).with_options(budget)]
         if not planned:
             planned = self.several_peaks(budget)
         if self.is_small or not planned:
             planned += [solution for turn in self.turns for solution in self.families(turn).nested(budget)]
-        starts += _different(sorted((s for s in planned if s.peak <= budget), key=_time_first))[:_MOST_FILLED]
+        starts += _different(sorted((s for s in planned if s.peak <= budget), key=time_first))[:_MOST_FILLED]
         if self.is_tiny:
             found = lower(problem, problem.plain, budget)
             starts += [] if found is None else [found]
         filled = [fill(problem, solution, budget) for solution in starts if solution.peak <= budget]
-        filled = _different(sorted(filled, key=_time_first))
+        filled = _different(sorted(filled, key=time_first))
         if self.is_tiny:
-            return min((shorten(problem, solution, budget) for solution in filled[:2]), key=_time_first)
+            return min((shorten(problem, solution, budget) for solution in filled[:2]), key=time_first)
         return filled[0]
 
     def several_peaks(self, budget: int) -> list[Solution]:
@@ -291,7 +286,7 @@ class Search:
 
         def least(turn: int) -> tuple[float, float]:
             choices = (self.families(turn).least_choice(*which) for which in _VARIANTS)
-            return min(_memory_first(self.problem.solution(choice)) for choice in choices)
+            return min(memory_first(self.problem.solution(choice)) for choice in choices)
 
         turns = sorted(turns, key=least)
         return tuple(turns if self.is_small else turns[:1])

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 
 from remat_opt.search.moves import fill, forget
-from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.problem import Problem, Solution, time_first
 
 _BEAM = 4
 _MOST_STEPS = 24
@@ -32,7 +32,7 @@ def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
                     found.append(candidate)
         fitting = [solution for solution in found if solution.peak <= budget]
         if fitting:
-            return min((fill(problem, solution, budget) for solution in fitting), key=_time_first)
+            return min((fill(problem, solution, budget) for solution in fitting), key=time_first)
         if not found:
             return None
         beam = _promising(found, start, budget)
@@ -43,7 +43,7 @@ def shorten(problem: Problem, solution: Solution, budget: int) -> Solution:
     """A schedule that takes no longer and fits, too, by forgetting one value and keeping others in its place."""
     for _ in range(_MOST_EXCHANGES):
         exchanged = (fill(problem, one, budget) for one in forgetting(problem, solution, budget) if one.peak <= budget)
-        best = min(exchanged, key=_time_first, default=solution)
+        best = min(exchanged, key=time_first, default=solution)
         if best.extra_seconds >= solution.extra_seconds:
             break
         solution = best
@@ -96,7 +96,3 @@ def _promising(found: list[Solution], start: Solution, budget: int) -> list[Solu
 
 def _key(solution: Solution) -> tuple[int, ...]:
     return solution.schedule.order
-
-
-def _time_first(solution: Solution) -> tuple[float, float]:
-    return solution.extra_seconds, solution.peak

@@ -153,3 +153,13 @@ class Solution:
 Solver = Callable[[Problem, "int | None"], Solution]
 """`solve(problem, budget)`: the least extra time with a peak of at most `budget` bytes, or, where that cannot be
 reached or `budget` is None, the least peak that the algorithm finds."""
+
+
+def memory_first(solution: Solution) -> tuple[float, float]:
+    """The order of solutions in which the least peak comes first, among equals the least time."""
+    return solution.peak, solution.extra_seconds
+
+
+def time_first(solution: Solution) -> tuple[float, float]:
+    """The order of solutions in which the least time comes first, among equals the least peak."""
+    return solution.extra_seconds, solution.peak
