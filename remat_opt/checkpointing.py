@@ -241,9 +241,9 @@ class _Checkpointed:
         """What is saved, what is recomputed, why, and what it costs, of the function's forward and backward pass."""
         decision = self.decision(args, kwargs).decision
         prepared, solution = decision.prepared, decision.solution
-        graph, plain = prepared.problem.graph, prepared.problem.plain
-        names = prepared.names(solution.choice)
-        return explain(decision.plan, graph, plain.liveness, solution.liveness, names, dict(decision.seconds))
+        problem, names, seconds = prepared.problem, prepared.names(solution.choice), dict(decision.seconds)
+        liveness = problem.plain.liveness, solution.liveness
+        return explain(decision.plan, prepared.graph_as_given, problem.graph, *liveness, names, seconds)
 
     def capture(self, jitted: Any, args: tuple, kwargs: dict) -> tuple[Any, Captured]:
         try:

@@ -162,6 +162,7 @@ class OptimizedFunction:
         prepared, solution = decision.prepared, decision.solution
         return explain(
             decision.plan,
+            prepared.graph_as_given,
             prepared.problem.graph,
             (prepared.given or prepared).problem.plain.liveness,
             solution.liveness,

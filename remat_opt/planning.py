@@ -197,8 +197,8 @@ class _Decider:
         limit = allowed if self.settings.budget.fraction is not None else allowed - self.fixed_bytes()
         least = self.counted(self.plain_figures) if self.plain_figures is not None else None
         for attempt in range(MOST_ATTEMPTS):
-            # The last attempt is the least memory that the search knows, whatever the model says of it.
-            solution = self.search(max(limit, 0) if attempt < MOST_ATTEMPTS - 1 else None)
+            # The last attempt is the least memory that the search knows, whatever that costs.
+            solution = self.search(max(limit, 0) if attempt < MOST_ATTEMPTS - 1 else 0)
             figures = self.measure(solution)
             needed = self.counted(figures)
             if needed <= allowed:

@@ -11,6 +11,7 @@ from typing import Any
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
+from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.looping import write_loops
@@ -19,7 +20,6 @@ from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program
 from remat_opt.program.names import name_values
-from remat_opt.program.pooling import without_scatter
 from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
 from remat_opt.write.train_step import write
@@ -80,14 +80,16 @@ class Prepared:
         return self.given.fingerprint if self.given else fingerprint(self.captured.program)
 
     @functools.cached_property
+    def graph_as_given(self) -> Graph:
+        """The graph of the step as it was given: compiled as it is, without the forms that only we write."""
+        if self.given:
+            return self.given.graph_as_given
+        return _bridge(self.captured.given, self.captured, self.target, as_given=True).graph
+
+    @functools.cached_property
     def as_given(self) -> int:
         """Predicted peak in bytes of the step as it was given, in its own order."""
-        if self.given:
-            return self.given.as_given
-        graph, captured = self.bridge.graph, self.captured
-        other_forms = any(without_scatter(equation, self.target.platform) for equation in captured.program.equations)
-        if captured.given is not captured.program or other_forms:
-            graph = _bridge(captured.given, captured, self.target, as_given=True).graph
+        graph = self.graph_as_given
         return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
     @property

@@ -209,6 +209,14 @@ def test_the_curves_peak_where_the_plan_says(explanation: Explanation) -> None:
     assert explanation.after.seconds == pytest.approx(predicted.seconds + predicted.extra_seconds)
 
 
+@pytest.mark.parametrize("name", ["conv_net", "micro_batches"])
+def test_the_curve_before_is_of_the_step_as_given(name: str) -> None:
+    """Masks and loops that only the rewritten step has are not in it."""
+    case = STEPS[name]()
+    found = remat_opt.optimize(case.step).explain(*case.make_args(), **case.make_kwargs())
+    assert found.before.peak == found.plan.predicted.plain_peak_bytes
+
+
 def test_held_tensors_are_saved_ones(explanation: Explanation) -> None:
     assert set(explanation.held.values()) <= set(explanation.plan.saved)
     assert explanation.held_bytes > 0
@@ -239,7 +247,7 @@ def plain_explanation() -> Explanation:
     predicted = Prediction(liveness.peak, liveness.peak, 0, graph.flops, 0.0, graph.seconds, 0.0)
     note = "nothing to gain: recomputing anything would not lower the peak"
     plan = Plan("", (), 7, "cpu", "auto", "12GiB", (), Choice(), schedule, predicted, note=note)
-    return explain(plan, graph, liveness, liveness, {}, {})
+    return explain(plan, graph, graph, liveness, liveness, {}, {})
 
 
 def test_a_step_with_nothing_to_gain_says_so() -> None:

@@ -31,7 +31,8 @@ class Explanation:
 
     Attributes:
         plan: what was decided.
-        graph: the step.
+        given: the step as it was given.
+        graph: the step as the plan sees it, with loops and pooling in the forms that we write.
         plain: the simulated step with everything saved and the updates as early as they can be.
         rewritten: the simulated plan.
         names: name of each saved value.
@@ -39,6 +40,7 @@ class Explanation:
     """
 
     plan: Plan
+    given: Graph
     graph: Graph
     plain: Liveness
     rewritten: Liveness
@@ -48,8 +50,8 @@ class Explanation:
     @functools.cached_property
     def before(self) -> Curve:
         """Live memory over the step as it was given, in its own order."""
-        schedule = save_everything(self.graph)
-        return curve_of(self.graph, schedule, simulate(self.graph, schedule))
+        schedule = save_everything(self.given)
+        return curve_of(self.given, schedule, simulate(self.given, schedule))
 
     @functools.cached_property
     def after(self) -> Curve:
@@ -111,6 +113,7 @@ class Explanation:
 
 def explain(
     plan: Plan,
+    given: Graph,
     graph: Graph,
     plain: Liveness,
     rewritten: Liveness,
@@ -118,4 +121,4 @@ def explain(
     seconds: Mapping[str, float],
 ) -> Explanation:
     """Gather what there is to say of a plan; for the arguments see `Explanation`."""
-    return Explanation(plan, graph, plain, rewritten, names, seconds)
+    return Explanation(plan, given, graph, plain, rewritten, names, seconds)
