@@ -13,6 +13,7 @@ import dataclasses
 import itertools
 
 from remat_opt.budget import Budget, parse_budget
+from remat_opt.forms import Found
 from remat_opt.graph.derive import Choice
 from remat_opt.planning import Decision, decide, decision_of
 from remat_opt.search import SOLVERS, Solution, Solver
@@ -61,7 +62,7 @@ def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> Che
     else:
         budget = settings.budget
         find = _least_time if budget.is_promise else _least_memory
-        decision = decision_of(differentiated.prepared, settings, find(differentiated, settings))
+        decision = decision_of(Found(differentiated.prepared, find(differentiated, settings)), settings)
     layout, note = _layout(differentiated, decision.solution, budget)
     if note:
         decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))

@@ -26,7 +26,7 @@ def write_loops(
     aliases: Sequence[tuple[int, int]],
     rates: Rates,
     *,
-    inside: bool,
+    inside: float | None,
     keep_checkpoints: bool = False,
 ) -> tuple[Program, LoopChoices]:
     """Write a program's loops as was chosen.
@@ -36,36 +36,41 @@ def write_loops(
         loops: what was chosen for its pairs.
         aliases: (input, output) pairs of the program that share one buffer.
         rates: the target.
-        inside: whether bodies of loops are written again, too.
+        inside: None leaves bodies of loops as they are. Else those with a turning point get segments, for this share
+            of what lies between their least and their plain peak.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
 
     Returns:
         The program, the same one where nothing was done, and the choices with the number of such bodies.
     """
     program = rewrite_loops(program, loops.pairs, loops.chosen, aliases)
-    if not inside:
+    if inside is None:
         return program, loops
+    share = inside
 
     def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Program | None:
-        return body_in_segments(body, rates, overwritten)
+        return body_in_segments(body, rates, overwritten, share)
 
-    program, bodies = rewrite_inside(program, rates, in_segments, keep_checkpoints=keep_checkpoints)
-    return program, dataclasses.replace(loops, inside=bodies)
+    program, bodies = rewrite_inside(program, rates, in_segments, pairs=loops.pairs, keep_checkpoints=keep_checkpoints)
+    return program, dataclasses.replace(loops, inside=inside if bodies else None, bodies=bodies)
 
 
-def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...]) -> Program | None:
-    """A body that has a forward and a backward pass with the schedule of least memory; None where nothing is gained.
+def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float = 0.0) -> Program | None:
+    """A body that has a forward and a backward pass with a schedule of less memory; None where nothing is gained.
 
     Args:
         body: one step of a loop.
         rates: the target.
         overwritten: for each input whether its buffer may be reused: the carry's may.
+        share: of what lies between the least and the plain peak, how much it may need.
     """
     bridge = build(body, rates, overwritten)
     problem = Problem(bridge.graph)
     if not bridge.graph.ops:
         return None
     solution = SOLVERS["auto"](problem, None)
+    if share:
+        solution = SOLVERS["auto"](problem, int(solution.peak + share * (problem.plain.peak - solution.peak)))
     if not solution.schedule.recomputed or solution.peak > WORTH_SEGMENTS * problem.plain.peak:
         return None
     names = name_values(body, solution.choice.saved)

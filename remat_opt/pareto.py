@@ -6,13 +6,11 @@ import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from remat_opt.forms import Forms
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
 from remat_opt.planning import decision_of
-from remat_opt.prepared import Prepared
 from remat_opt.report.progress import SearchProgress
-from remat_opt.search import SOLVERS, Solution, search_of
-from remat_opt.search.auto import pareto_front
 from remat_opt.search.watching import watched_by
 from remat_opt.settings import Settings
 
@@ -78,24 +76,11 @@ def trace_frontier(
     function = OptimizedFunction(fun, settings, options)
     prepared = function.prepare(*args, **kwargs)
     with SearchProgress() as progress, watched_by(progress):
-        solutions = _solutions(prepared, settings.solver, budgets)
-    points = []
-    for solution in solutions:
-        plan = decision_of(prepared, settings, solution).plan
-        points.append(
-            FrontierPoint(plan.predicted.peak_bytes, solution.extra_seconds, plan.predicted.extra_flops, plan)
+        every = Forms(prepared, settings.solver, settings.keep_user_checkpoints).frontier(budgets)
+    plans = [decision_of(found, settings).plan for found in every]
+    return Frontier(
+        tuple(
+            FrontierPoint(plan.predicted.peak_bytes, plan.predicted.extra_seconds, plan.predicted.extra_flops, plan)
+            for plan in plans
         )
-    return Frontier(tuple(points))
-
-
-def _solutions(prepared: Prepared, solver: str, budgets: int) -> tuple[Solution, ...]:
-    problem = prepared.problem
-    if solver == "auto":
-        return search_of(problem).frontier
-    least, plain = SOLVERS[solver](problem, None), problem.plain
-    solutions = [least, plain]
-    if least.peak < plain.peak:
-        for index in range(1, budgets + 1):
-            budget = least.peak + (plain.peak - least.peak) * index // (budgets + 1)
-            solutions.append(SOLVERS[solver](problem, budget))
-    return pareto_front(solutions)
+    )

@@ -14,7 +14,7 @@ from remat_opt.graph.schedule import Run, Schedule
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.targets.figures import Figures
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class PlanError(ValueError):
@@ -66,7 +66,9 @@ class Plan:
         saved_digest: of the saved set that the schedule was made for.
         loops: for pairs of forward and backward loops, by position, how they are written; the schedule is of the
             program with its loops written so.
-        loop_bodies: how many bodies of loops were written again, for the least memory.
+        loop_bodies: how many bodies of loops were written again.
+        inside_loops: the share of what lies between their least and their plain peak that they may need; None where
+            none was written again.
     """
 
     fingerprint: str
@@ -86,6 +88,7 @@ class Plan:
     saved_digest: str = ""
     loops: tuple[tuple[int, LoopChoice], ...] = ()
     loop_bodies: int = 0
+    inside_loops: float | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -125,6 +128,7 @@ class Plan:
                 for at, loop in self.loops
             ],
             "loop_bodies": self.loop_bodies,
+            "inside_loops": self.inside_loops,
         }
         document["schedule_digest"] = _digest_of(document["choice"], document["schedule"], document["loops"])
         return json.dumps(document, indent=1)
@@ -190,6 +194,7 @@ class Plan:
                 for loop in document["loops"]
             ),
             loop_bodies=int(document["loop_bodies"]),
+            inside_loops=document["inside_loops"],
         )
 
     def save(self, path: str | Path) -> None:

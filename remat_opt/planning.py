@@ -15,6 +15,7 @@ import jax
 import jaxlib
 
 from remat_opt.budget import InfeasibleBudget
+from remat_opt.forms import Forms, Found
 from remat_opt.graph.derive import Choice
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.pairs import find_pairs
@@ -22,7 +23,7 @@ from remat_opt.plan import Plan, PlanError, Prediction, check_fit, digest
 from remat_opt.prepared import Prepared
 from remat_opt.program.names import name_values
 from remat_opt.report.progress import SearchProgress
-from remat_opt.search import SOLVERS, Solution, search_of
+from remat_opt.search import Solution, search_of
 from remat_opt.search.watching import watched_by
 from remat_opt.settings import Settings
 from remat_opt.targets import Figures
@@ -94,79 +95,80 @@ def run_as_given(prepared: Prepared, settings: Settings, note: str) -> Decision:
     return _Decider(prepared, settings, None).plain(note)
 
 
-def decision_of(prepared: Prepared, settings: Settings, solution: Solution) -> Decision:
-    """The decision for a solution that was found elsewhere; nothing is compiled."""
-    return _Decider(prepared, settings, None).decision(solution)
+def decision_of(found: Found, settings: Settings) -> Decision:
+    """The decision for a schedule that was found elsewhere; nothing is compiled."""
+    return _Decider(found.prepared.given or found.prepared, settings, None).decision(found)
 
 
 class _Decider:
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
-        self.given = prepared.given or prepared
-        self.prepared = prepared
-        self.loops = prepared.loops
+        self.given = prepared
         self.settings = settings
+        self.forms = Forms(prepared, settings.solver, settings.keep_user_checkpoints)
         self.compile = measure
         self.plain_figures: Figures | None = None
 
-    def search(self, limit: int | None) -> Solution:
+    def search(self, limit: int | None) -> Found:
         started = time.perf_counter()
         with SearchProgress() as progress, watched_by(progress):
-            self.prepared = self.given.with_loops(limit, self.settings.keep_user_checkpoints)
-            self.loops = self.prepared.loops
-            solution = SOLVERS[self.settings.solver](self.prepared.problem, limit)
+            found = self.forms.least() if limit is None else self.forms.within(limit)
         self.spend("search", started)
-        return solution
+        return found
 
-    def measure(self, solution: Solution | None) -> Figures:
+    def measure(self, found: Found | None) -> Figures:
+        """The compiler's figures of a schedule, or of the step as it was given (None)."""
         assert self.compile is not None
         started = time.perf_counter()
-        figures = self.compile(self.prepared, solution)
+        figures = self.compile(self.given, None) if found is None else self.compile(found.prepared, found.solution)
         self.spend("compile", started)
-        if solution is None:
+        if found is None:
             self.plain_figures = figures
         return figures
 
     def spend(self, stage: str, started: float) -> None:
-        seconds = self.prepared.seconds
+        seconds = self.given.seconds
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
 
     # Least memory
 
     def least_memory(self) -> Decision:
-        solution = self.search(None)
-        plain_peak = self.prepared.as_given
-        if runs_as_given(self.prepared, solution) or solution.peak > WORTH_WRITING * plain_peak:
+        found = self.search(None)
+        plain_peak = self.given.as_given
+        if found.runs_as_given or found.peak > WORTH_WRITING * plain_peak:
             return self.plain(
                 "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
                 "optimize the whole training step, with jax.grad and the update, not the loss alone)"
             )
-        candidates = [solution]
-        if self.settings.budget.at_any_cost and self.settings.solver == "auto":
-            candidates.insert(0, search_of(self.prepared.problem).least_at_any_cost)
+        candidates = [found]
+        if self.settings.budget.at_any_cost:
+            candidates.insert(0, self.search(0))
         if self.compile is None:
             return self.decision(min(candidates, key=lambda one: one.peak))
         # With the user's own checkpoints the step as given may need less than our model of it without them says.
-        clear = solution.peak <= TOO_CLOSE_TO_CALL * plain_peak
-        clear = clear and not self.prepared.captured.program.entered_checkpoints
-        if clear and candidates[0].schedule == solution.schedule:
-            return self.decision(solution)
+        clear = found.peak <= TOO_CLOSE_TO_CALL * plain_peak
+        clear = clear and not self.given.captured.program.entered_checkpoints
+        if clear and candidates[0].is_the_same_as(found):
+            return self.decision(found)
         return self.by_the_compiler(candidates, compare_with_plain=not clear)
 
-    def by_the_compiler(self, candidates: Sequence[Solution], *, compare_with_plain: bool) -> Decision:
+    def by_the_compiler(self, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:
         """The candidate that needs least when it is compiled, where asked for only if plain needs more."""
         plain = self.measure(None) if compare_with_plain else None
-        different = {candidate.schedule: candidate for candidate in candidates}.values()
+        different: list[Found] = []
+        for candidate in candidates:
+            if not any(candidate.is_the_same_as(other) for other in different):
+                different.append(candidate)
         measured = [(self.measure(candidate), candidate) for candidate in different]
-        figures, solution = min(measured, key=lambda pair: pair[0].temp_bytes)
+        figures, found = min(measured, key=lambda pair: pair[0].temp_bytes)
         if plain is None:
-            return self.decision(solution, figures)
-        if self.settings.solver == "auto" and figures.temp_bytes > solution.peak * FAR_OFF:
-            other = search_of(self.prepared.problem).most_barriers
+            return self.decision(found, figures)
+        if self.settings.solver == "auto" and figures.temp_bytes > found.peak * FAR_OFF:
+            other = Found(found.prepared, search_of(found.prepared.problem).most_barriers)
             of_other = self.measure(other)
             if of_other.temp_bytes < figures.temp_bytes:
-                figures, solution = of_other, other
+                figures, found = of_other, other
         if figures.temp_bytes < plain.temp_bytes:
-            return self.decision(solution, figures)
+            return self.decision(found, figures)
         return self.plain(
             f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "
             f"{plain.temp_bytes} for the step as it was given"
@@ -179,7 +181,7 @@ class _Decider:
             return self.keep_budget_unverified()
         fraction = self.settings.budget.fraction
         if fraction == 1.0:
-            figures = self.measure(self.given.problem.plain)
+            figures = self.measure(Found(self.given, self.given.problem.plain))
             return self.plain("a budget of 1.0 is what the step as it was given needs", figures)
         if fraction is not None:
             allowed = int(fraction * self.measure(None).temp_bytes)
@@ -198,16 +200,16 @@ class _Decider:
         least = self.counted(self.plain_figures) if self.plain_figures is not None else None
         for attempt in range(MOST_ATTEMPTS):
             # The last attempt is the least memory that the search knows, whatever that costs.
-            solution = self.search(max(limit, 0) if attempt < MOST_ATTEMPTS - 1 else 0)
-            figures = self.measure(solution)
+            found = self.search(max(limit, 0) if attempt < MOST_ATTEMPTS - 1 else 0)
+            figures = self.measure(found)
             needed = self.counted(figures)
             if needed <= allowed:
-                return self.decision(solution, figures)
+                return self.decision(found, figures)
             least = needed if least is None else min(least, needed)
-            if solution.peak > limit:
+            if found.peak > limit:
                 break  # the search gave its least already
             over = needed - allowed
-            limit = min(int(solution.peak * allowed / needed), solution.peak - over // 2) - 1
+            limit = min(int(found.peak * allowed / needed), found.peak - over // 2) - 1
         assert least is not None
         raise InfeasibleBudget(
             f"expected a budget of at least {least} bytes, got {self.settings.asked_budget!r} ({allowed} bytes"
@@ -232,24 +234,24 @@ class _Decider:
     def keep_budget_unverified(self) -> Decision:
         budget = self.settings.budget
         if budget.fraction is not None:
-            limit = int(budget.fraction * self.prepared.as_given)
+            limit = int(budget.fraction * self.given.as_given)
         else:
             limit = (budget.physical_bytes or 0) - self.fixed_bytes()
-        solution = self.search(max(limit, 0))
-        if solution.peak > limit:
-            least = solution.peak + (0 if budget.fraction is not None else self.fixed_bytes())
+        found = self.search(max(limit, 0))
+        if found.peak > limit:
+            least = found.peak + (0 if budget.fraction is not None else self.fixed_bytes())
             raise InfeasibleBudget(
                 f"expected a budget of at least {least} bytes (predicted), got {self.settings.asked_budget!r}: no "
                 "schedule was found that needs less",
                 least,
             )
-        return self.decision(solution, note="predicted, not compiled")
+        return self.decision(found, note="predicted, not compiled")
 
     def fixed_bytes(self) -> int:
         """Arguments and results that are not aliased: on the device whatever the schedule."""
         graph = self.given.bridge.graph
         outputs = set(graph.outputs) - {output for _, output in graph.aliases}
-        inputs = self.prepared.captured.program.inputs
+        inputs = self.given.captured.program.inputs
         return sum(graph.sizes[value] for value in inputs) + sum(graph.sizes[value] for value in outputs)
 
     # A plan of the user's
@@ -257,11 +259,10 @@ class _Decider:
     def take_over(self, plan: Plan) -> Decision:
         check_fit(plan, self.given.fingerprint, self.given.inputs, len(self.given.captured.program.equations))
         try:
-            found = find_pairs(self.given.captured.program, keep_checkpoints=self.settings.keep_user_checkpoints)
-            loops = LoopChoices(found.pairs, plan.loops, (), found.left)
-            keep_checkpoints = self.settings.keep_user_checkpoints
-            self.prepared = self.given.with_chosen_loops(loops, plan.loop_bodies > 0, keep_checkpoints)
-            solution = self.solution_of(plan)
+            pairs = find_pairs(self.given.captured.program, keep_checkpoints=self.settings.keep_user_checkpoints)
+            loops = LoopChoices(pairs.pairs, plan.loops, (), pairs.left)
+            prepared = self.forms.written(loops, plan.inside_loops)
+            found = Found(prepared, solution_of(plan, prepared))
         except (ValueError, IndexError, KeyError) as error:
             if isinstance(error, PlanError):
                 raise
@@ -271,53 +272,33 @@ class _Decider:
             ) from error
         here = versions()
         elsewhere = [f"{name} {found}" for name, found in plan.versions.items() if here.get(name) != found]
-        if plan.target != self.prepared.target.name:
+        if plan.target != self.given.target.name:
             elsewhere.append(f"target {plan.target}")
         note = f"planned with {', '.join(elsewhere)}; its figures are from there" if elsewhere else plan.note
-        return self.decision(solution, plan.measured if not plan.edited else None, note=note)
-
-    def solution_of(self, plan: Plan) -> Solution:
-        problem = self.prepared.problem
-        unknown = [v for v in plan.choice.saved if not 0 <= v < len(problem.graph.sizes)]
-        if unknown:
-            raise PlanError(f"expected ids of this program's values among the saved ones, found {min(unknown)}")
-        choice = self.choice_of(plan) if plan.edited else plan.choice
-        if choice.saved != plan.choice.saved:
-            return problem.solution(choice)
-        return dataclasses.replace(problem.scheduled(plan.schedule, plan.choice), choice=plan.choice)
-
-    def choice_of(self, plan: Plan) -> Choice:
-        program = self.prepared.captured.program
-        names = name_values(program, range(len(program.avals)))
-        by_name = {name: value for value, name in names.items()}
-        unknown = [name for name in plan.saved if name not in by_name]
-        if unknown:
-            raise PlanError(f"expected names of values of this program; it has none named {unknown[0]!r}")
-        saved = frozenset(by_name[name] for name in plan.saved)
-        return Choice(saved, plan.choice.turning_points, plan.choice.cuts)
+        return self.decision(found, plan.measured if not plan.edited else None, note=note)
 
     # Results
 
     def plain(self, note: str, figures: Figures | None = None) -> Decision:
-        self.prepared = self.given
-        solution = self.prepared.problem.plain
-        return self.decision(solution, figures or self.plain_figures, note=note)
+        return self.decision(Found(self.given, self.given.problem.plain), figures or self.plain_figures, note=note)
 
-    def decision(self, solution: Solution, measured: Figures | None = None, note: str = "") -> Decision:
-        prepared = self.prepared
+    def decision(self, found: Found, measured: Figures | None = None, note: str = "") -> Decision:
+        prepared, solution = found.prepared, found.solution
         names = prepared.names(solution.choice)
         graph, given = prepared.bridge.graph, self.given.bridge.graph
         predicted = Prediction(
             plain_peak_bytes=prepared.as_given,
-            peak_bytes=prepared.as_given if runs_as_given(prepared, solution) else solution.peak,
+            peak_bytes=prepared.as_given if found.runs_as_given else found.peak,
             saved_bytes=sum(graph.sizes[value] for value in solution.choice.saved),
             flops=given.flops,
-            extra_flops=graph.flops - given.flops + solution.schedule.extra_flops(graph),
+            extra_flops=found.extra_flops,
             seconds=given.seconds,
-            extra_seconds=graph.seconds - given.seconds + solution.extra_seconds,
+            extra_seconds=found.extra_seconds,
         )
         saved = tuple(names[value] for value in sorted(names))
-        said = self.loops.summary(written=prepared.given is not None) if self.loops else ""
+        written = prepared.loops if prepared.given else None
+        loops = prepared.loops or self.forms.loops
+        said = loops.summary(written=written is not None) if loops else ""
         plan = Plan(
             fingerprint=prepared.fingerprint,
             inputs=prepared.inputs,
@@ -334,15 +315,40 @@ class _Decider:
             plain_measured=self.plain_figures,
             versions=versions(),
             note="; ".join(filter(None, (note, said))),
-            loops=prepared.loops.chosen if prepared.given and prepared.loops else (),
-            loop_bodies=prepared.loops.inside if prepared.given and prepared.loops else 0,
+            loops=written.chosen if written else (),
+            loop_bodies=written.bodies if written else 0,
+            inside_loops=written.inside if written else None,
         )
         return Decision(prepared, solution, plan)
 
 
 def runs_as_given(prepared: Prepared, solution: Solution) -> bool:
     """Whether a solution changes nothing."""
-    return prepared.given is None and not solution.schedule.recomputed
+    return Found(prepared, solution).runs_as_given
+
+
+def solution_of(plan: Plan, prepared: Prepared) -> Solution:
+    """The schedule of a plan, or, where its saved set was edited, the one derived from that."""
+    problem = prepared.problem
+    unknown = [v for v in plan.choice.saved if not 0 <= v < len(problem.graph.sizes)]
+    if unknown:
+        raise PlanError(f"expected ids of this program's values among the saved ones, found {min(unknown)}")
+    choice = edited_choice(plan, prepared) if plan.edited else plan.choice
+    if choice.saved != plan.choice.saved:
+        return problem.solution(choice)
+    return dataclasses.replace(problem.scheduled(plan.schedule, plan.choice), choice=plan.choice)
+
+
+def edited_choice(plan: Plan, prepared: Prepared) -> Choice:
+    """A plan's choice with the tensors that it names as the saved ones."""
+    program = prepared.captured.program
+    names = name_values(program, range(len(program.avals)))
+    by_name = {name: value for value, name in names.items()}
+    unknown = [name for name in plan.saved if name not in by_name]
+    if unknown:
+        raise PlanError(f"expected names of values of this program; it has none named {unknown[0]!r}")
+    saved = frozenset(by_name[name] for name in plan.saved)
+    return Choice(saved, plan.choice.turning_points, plan.choice.cuts)
 
 
 def versions() -> dict[str, str]:

@@ -15,7 +15,7 @@ from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.looping import write_loops
-from remat_opt.loops.choose import LoopChoices, choose
+from remat_opt.loops.choose import LoopChoices
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program
@@ -45,14 +45,15 @@ class Prepared:
     given: Prepared | None = None
     loops: LoopChoices | None = None
 
-    def with_loops(self, limit: int | None, keep_checkpoints: bool = False) -> Prepared:
-        """The same step with its loops written again, for at most `limit` bytes; the step as it is where none is."""
-        program, aliases = self.captured.program, self.bridge.graph.aliases
-        loops = choose(program, self.rates, aliases, limit, keep_checkpoints=keep_checkpoints)
-        return self.with_chosen_loops(loops, limit is None or self.as_given > limit, keep_checkpoints)
+    def written(self, loops: LoopChoices, inside: float | None, keep_checkpoints: bool = False) -> Prepared:
+        """The same step with its loops written as was chosen.
 
-    def with_chosen_loops(self, loops: LoopChoices, inside: bool, keep_checkpoints: bool = False) -> Prepared:
-        """The same step with its loops written as was chosen, and with `inside` their bodies, too."""
+        Args:
+            loops: what was chosen for its pairs.
+            inside: None leaves the bodies of loops as they are. Else those that have a turning point get segments, for
+                this share of what lies between their least and their plain peak.
+            keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
+        """
         given, aliases = self.captured.program, self.bridge.graph.aliases
         program, loops = write_loops(
             given, loops, aliases, self.rates, inside=inside, keep_checkpoints=keep_checkpoints
@@ -63,6 +64,16 @@ class Prepared:
             return same
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
         return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
+
+    @property
+    def extra_seconds(self) -> float:
+        """Estimated time beyond that of the step as it was given, before anything else is recomputed."""
+        return self.bridge.graph.seconds - self.given.bridge.graph.seconds if self.given else 0.0
+
+    @property
+    def extra_flops(self) -> float:
+        """The same in FLOPs."""
+        return self.bridge.graph.flops - self.given.bridge.graph.flops if self.given else 0.0
 
     @property
     def rates(self) -> Rates:

@@ -18,11 +18,12 @@ from remat_opt.graph.build import flops_of
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.options import Option, PairOptions, pair_options
-from remat_opt.loops.pairs import Pair, find_pairs
+from remat_opt.loops.pairs import Pair, Pairs, find_pairs
 from remat_opt.program.inline import Program
 
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70
+MOST_EXTRAS = (MOST_EXTRA, MOST_EXTRA_TWICE)
 WORTH_A_SECOND = 1 / 3
 WORTH_WRITING = 0.98  # an option with more than this part of the bytes as given is no gain
 
@@ -36,22 +37,24 @@ class LoopChoices:
         chosen: for pairs that are written again, by their position, what is done to them.
         options: the pairs with all their options.
         left: for each loop that has to stay as it is, the reason.
-        inside: how many bodies of loops were written again, with their own pairs and segments.
+        inside: None where bodies of loops are as they were, else the share of memory that they were written again for.
+        bodies: how many bodies of loops were written again, with their own pairs and segments.
     """
 
     pairs: tuple[Pair, ...]
     chosen: tuple[tuple[int, LoopChoice], ...]
     options: tuple[PairOptions, ...]
     left: tuple[str, ...]
-    inside: int = 0
+    inside: float | None = None
+    bodies: int = 0
 
     def summary(self, *, written: bool) -> str:
         """A sentence on what was done to the loops, empty where there are none."""
         said = []
         if written and self.chosen:
             said.append(f"{len(self.chosen)} of {len(self.pairs)} pairs of loops written again")
-        if written and self.inside:
-            said.append(f"{self.inside} bodies of loops written again")
+        if written and self.bodies:
+            said.append(f"{self.bodies} bodies of loops written again")
         for reason in dict.fromkeys(self.left):
             said.append(f"{self.left.count(reason)} left as it is: {reason}")
         return ", ".join(said)
@@ -87,11 +90,51 @@ def choose(
         budget: bytes that the loops may need together; None for the least memory.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
     """
+    found, options, share = _options_of(program, rates, aliases, keep_checkpoints)
+    picked = [least_bytes(one, share) for one in options] if budget is None else within_budget(options, budget)
+    return _choices_of(found, options, picked)
+
+
+def ways_to_write(
+    program: Program,
+    rates: Rates,
+    aliases: Sequence[tuple[int, int]] = (),
+    *,
+    levels: int,
+    keep_checkpoints: bool = False,
+) -> tuple[LoopChoices, ...]:
+    """Different choices for all pairs of a program, the first of which leaves them as they are.
+
+    Args:
+        program: the flat step.
+        rates: the target.
+        aliases: (input, output) pairs of the program that share one buffer.
+        levels: for how many budgets between the least bytes and the bytes as given the least time is chosen.
+        keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
+    """
+    found, options, share = _options_of(program, rates, aliases, keep_checkpoints)
+    as_given = [pair.options[0] for pair in options]
+    ways = [as_given, *([_fewest_bytes(pair, most * share) for pair in options] for most in MOST_EXTRAS)]
+    least, plain = max(needed(within_budget(options, 0)), 1), max(needed(as_given), 1)
+    ways += (within_budget(options, int(least * (plain / least) ** (level / levels))) for level in range(levels))
+    different: dict[tuple, LoopChoices] = {}
+    for picked in ways:
+        choices = _choices_of(found, options, picked)
+        different.setdefault(choices.chosen, choices)
+    return tuple(different.values())
+
+
+def _options_of(
+    program: Program, rates: Rates, aliases: Sequence[tuple[int, int]], keep_checkpoints: bool
+) -> tuple[Pairs, tuple[PairOptions, ...], float]:
+    """The pairs with their options, and the program's FLOPs as a multiple of the pairs'."""
     found = find_pairs(program, keep_checkpoints=keep_checkpoints)
     options = tuple(pair_options(program, pair, rates, aliases, found.pairs) for pair in found.pairs)
     flops = sum(flops_of(equation, program) for equation in program.equations)
-    share = flops / (sum(one.flops for one in options) or 1.0)
-    picked = [least_bytes(one, share) for one in options] if budget is None else within_budget(options, budget)
+    return found, options, flops / (sum(one.flops for one in options) or 1.0)
+
+
+def _choices_of(found: Pairs, options: tuple[PairOptions, ...], picked: Sequence[Option]) -> LoopChoices:
     chosen = tuple((at, option.choice) for at, option in enumerate(picked) if option.choice is not None)
     return LoopChoices(found.pairs, chosen, options, found.left)
 
@@ -103,12 +146,14 @@ def least_bytes(pair: PairOptions, share: float = 1.0) -> Option:
         pair: the options.
         share: FLOPs that the price is a part of, as a multiple of the pair's own.
     """
+    once, twice = (_fewest_bytes(pair, most * share) for most in MOST_EXTRAS)
+    return twice if twice.bytes <= (1 - WORTH_A_SECOND) * once.bytes else once
+
+
+def _fewest_bytes(pair: PairOptions, most: float) -> Option:
+    """The option with the fewest bytes and at most so many extra FLOPs as a multiple of the pair's own."""
     given = pair.options[0]
-    once, twice = (
-        min((o for o in pair.options if o.extra_flops <= most * share * pair.flops), key=_order)
-        for most in (MOST_EXTRA, MOST_EXTRA_TWICE)
-    )
-    best = twice if twice.bytes <= (1 - WORTH_A_SECOND) * once.bytes else once
+    best = min((o for o in pair.options if o.extra_flops <= most * pair.flops), key=_order)
     return best if best.bytes <= WORTH_WRITING * given.bytes else given
 
 

@@ -15,6 +15,7 @@ from jax import lax
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.body import Loop, evaluate, is_loop, read, read_loop
 from remat_opt.loops.choose import choose
+from remat_opt.loops.pairs import Pair
 from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
@@ -24,7 +25,12 @@ OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Program | None"]
 
 
 def rewrite_inside(
-    program: Program, rates: Rates, optimise: OptimiseBody | None = None, *, keep_checkpoints: bool = False
+    program: Program,
+    rates: Rates,
+    optimise: OptimiseBody | None = None,
+    *,
+    pairs: Sequence[Pair] = (),
+    keep_checkpoints: bool = False,
 ) -> tuple[Program, int]:
     """Write the bodies of a program's loops again where something is gained.
 
@@ -32,12 +38,13 @@ def rewrite_inside(
         program: the flat step.
         rates: the target.
         optimise: what to do with a body beside its pairs; not asked for loops that repeat within already.
+        pairs: loops with a forward and a reverse part. Those that stayed as they are stay so inside.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
 
     Returns:
         The program, and how many bodies were written again.
     """
-    return _Inside(rates, optimise, keep_checkpoints).rewrite(program)
+    return _Inside(rates, optimise, keep_checkpoints).rewrite(program, pairs=pairs)
 
 
 class _Inside:
@@ -46,12 +53,14 @@ class _Inside:
         self.optimise = optimise
         self.keep_checkpoints = keep_checkpoints
 
-    def rewrite(self, program: Program, repeating: bool = False) -> tuple[Program, int]:
+    def rewrite(self, program: Program, repeating: bool = False, pairs: Sequence[Pair] = ()) -> tuple[Program, int]:
         """A program's bodies written again; `repeating` where it is part of a loop that repeats within already."""
+        # What a pair's loops hand to each other is decided for the pair; results of those that stayed kept their ids.
+        left = {value for pair in pairs for loop in (pair.forward, pair.backward) for value in loop.equation.outputs}
         splicing = Splicing(program)
         count = 0
         for index, equation in enumerate(program.equations):
-            if equation.effects:
+            if equation.effects or not left.isdisjoint(equation.outputs):
                 continue
             repeats = repeating or not program.run_once.isdisjoint(equation.outputs)
             if is_loop(equation):
@@ -79,7 +88,7 @@ class _Inside:
         ]
         loops = choose(loop.body, self.rates, carried, keep_checkpoints=self.keep_checkpoints or repeats)
         body = rewrite_loops(loop.body, loops.pairs, loops.chosen, carried)
-        body, count = self.rewrite(body, repeats)
+        body, count = self.rewrite(body, repeats, loops.pairs)
         count += bool(loops.chosen)
         if self.optimise is not None and not repeats:
             overwritten = tuple(value in loop.body_carry for value in body.inputs)

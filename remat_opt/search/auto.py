@@ -27,6 +27,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from remat_opt.graph.derive import Choice
 from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
@@ -34,8 +35,10 @@ from remat_opt.search.families import Families
 from remat_opt.search.forward import turning_point
 from remat_opt.search.moves import fill
 from remat_opt.search.polish import lower, shorten
-from remat_opt.search.problem import Problem, Solution, memory_first, time_first
+from remat_opt.search.problem import Priced, Problem, Solution, memory_first, time_first
 from remat_opt.search.watching import done
+
+Answer = TypeVar("Answer", bound=Priced)
 
 LEVELS = 20
 _VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `Families.least_choice`
@@ -63,9 +66,9 @@ def search_of(problem: Problem) -> Search:
     return problem.memo["auto"]
 
 
-def pareto_front(solutions: Iterable[Solution]) -> tuple[Solution, ...]:
+def pareto_front(solutions: Iterable[Answer]) -> tuple[Answer, ...]:
     """Those that none of the others beats in both memory and time, from least memory to least time."""
-    front: list[Solution] = []
+    front: list[Answer] = []
     for solution in sorted(solutions, key=memory_first):
         if not front or solution.extra_seconds < front[-1].extra_seconds:
             front.append(solution)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -155,11 +155,21 @@ Solver = Callable[[Problem, "int | None"], Solution]
 reached or `budget` is None, the least peak that the algorithm finds."""
 
 
-def memory_first(solution: Solution) -> tuple[float, float]:
+class Priced(Protocol):
+    """What has a price in memory (bytes) and in time (seconds)."""
+
+    @property
+    def peak(self) -> int: ...
+
+    @property
+    def extra_seconds(self) -> float: ...
+
+
+def memory_first(solution: Priced) -> tuple[float, float]:
     """The order of solutions in which the least peak comes first, among equals the least time."""
     return solution.peak, solution.extra_seconds
 
 
-def time_first(solution: Solution) -> tuple[float, float]:
+def time_first(solution: Priced) -> tuple[float, float]:
     """The order of solutions in which the least time comes first, among equals the least peak."""
     return solution.extra_seconds, solution.peak

@@ -24,3 +24,14 @@ def done(share: float) -> None:
     watcher = _watcher.get()
     if watcher is not None:
         watcher(share)
+
+
+@contextlib.contextmanager
+def part(number: int, count: int) -> Iterator[None]:
+    """What is done inside is one of `count` searches of about the same length, the one with this number (from 0)."""
+    watcher = _watcher.get()
+    if watcher is None:
+        yield
+        return
+    with watched_by(lambda share: watcher((number + share) / count)):
+        yield
