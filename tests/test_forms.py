@@ -1,0 +1,118 @@
+"""A step's loops and the rest of it are searched together: for least memory, for budgets and for the frontier."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import loop_models as models
+import numpy as np
+import optax
+import pytest
+from flop_walk import flops_of
+from jax import lax
+
+import remat_opt
+from remat_opt.forms import Forms
+from remat_opt.loops.choose import MOST_EXTRA
+
+LAYERS, BATCH, WIDTH = 12, 1024, 32
+
+
+def scanned():
+    """Layers in a scan between two that are not."""
+
+    def loss(params, x):
+        x = jnp.tanh(jnp.sin(x @ params["first"]))
+        x, _ = lax.scan(lambda h, w: (models.block(w, h), None), x, params["layers"])
+        return (jnp.tanh(x @ params["last"]) ** 2).mean()
+
+    layers = {"w1": models.normal(0, LAYERS, WIDTH, 2 * WIDTH), "w2": models.normal(1, LAYERS, 2 * WIDTH, WIDTH)}
+    params = {"first": models.normal(2, WIDTH, WIDTH), "layers": layers, "last": models.normal(3, WIDTH, WIDTH)}
+    return models.step_of(loss, params, models.normal(4, BATCH, WIDTH), tx=optax.adam(1e-2))
+
+
+def micro_batches():
+    """A gradient in every turn of a loop."""
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return (x**2).mean()
+
+    def step(state, batches):
+        def body(params, x):
+            gradients = jax.grad(loss)(params, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), None
+
+        return (lax.scan(body, state[0], batches)[0],), jnp.float32(0)
+
+    return step, (([models.normal(i, 16, 16) for i in range(12)],), models.normal(20, 3, 512, 16))
+
+
+STEPS = {"layers": scanned, "micro-batches": micro_batches}
+
+
+@pytest.fixture(scope="module", params=STEPS)
+def forms(request) -> Forms:
+    step, arguments = STEPS[request.param]()
+    return Forms(remat_opt.optimize(step).prepare(*arguments), "auto")
+
+
+def test_one_of_the_forms_is_the_step_as_it_was_given(forms):
+    assert sum(form.given is None for form in forms.all) == 1
+    assert len(forms.all) >= 4
+    extra = [form.extra_seconds for form in forms.all]
+    assert extra == sorted(extra)
+
+
+def test_a_budget_gets_the_least_time_of_all_forms(forms):
+    every = [(s.peak, f.extra_seconds + s.extra_seconds) for f in forms.all for s in forms.frontier_of(f, 0)]
+    least, most = min(every)[0], max(every)[0]
+    for limit in np.linspace(least, most, 9).astype(int).tolist():
+        found = forms.within(limit)
+        assert found.peak <= limit
+        assert found.extra_seconds == min(seconds for peak, seconds in every if peak <= limit)
+    assert forms.within(least - 1).peak == least
+
+
+def test_the_frontier_is_of_all_forms(forms):
+    frontier = forms.frontier(0)
+    assert len({id(found.prepared) for found in frontier}) >= 2
+    for less, more in itertools.pairwise(frontier):
+        assert less.peak < more.peak
+        assert less.extra_seconds > more.extra_seconds
+    assert frontier[0].peak == forms.least_at_any_cost().peak
+    for found in frontier:
+        assert forms.within(found.peak).extra_seconds == found.extra_seconds
+
+
+def test_without_a_budget_loops_and_all_the_rest_repeat_one_forward_pass_together():
+    step, arguments = scanned()
+    optimized = remat_opt.optimize(step)
+    plan = optimized.plan(*arguments)
+    assert plan.loops
+    extra = flops_of(optimized.jaxpr(*arguments)) / flops_of(jax.make_jaxpr(step)(*arguments)) - 1
+    assert 0 < extra <= MOST_EXTRA + 0.01  # the walk counts a few scalars more
+    frontier = remat_opt.frontier(step, *arguments)
+    assert frontier.cheapest_within(plan.predicted.peak_bytes).extra_seconds <= plan.predicted.extra_seconds
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_every_point_of_a_frontier_with_loops_can_be_used(name):
+    step, arguments = STEPS[name]()
+    expected = jax.jit(step)(*arguments)
+    frontier = remat_opt.frontier(step, *arguments)
+    for point in (frontier[0], frontier[len(frontier) // 2]):
+        assert point.plan.loops or point.plan.loop_bodies
+        optimized = remat_opt.optimize(step, plan=remat_opt.Plan.from_json(point.plan.to_json()))
+        assert optimized.plan(*arguments).predicted == point.plan.predicted
+        found = optimized(*arguments)
+        jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5), found, expected)
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_least_memory(name):
+    step, arguments = STEPS[name]()
+    plans = [remat_opt.optimize(step, budget=budget).plan(*arguments) for budget in (0.8, None)]
+    assert plans[0].measured.temp_bytes <= 0.8 * plans[0].plain_measured.temp_bytes
+    assert plans[0].predicted.extra_flops < plans[1].predicted.extra_flops
