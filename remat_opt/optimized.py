@@ -168,6 +168,7 @@ class OptimizedFunction:
             solution.liveness,
             prepared.names(solution.choice),
             dict(decision.seconds),
+            prepared.loops.written if prepared.given and prepared.loops else (),
         )
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

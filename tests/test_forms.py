@@ -14,6 +14,7 @@ from jax import lax
 import remat_opt
 from remat_opt.forms import Forms
 from remat_opt.loops.choose import MOST_EXTRA
+from remat_opt.report.units import format_bytes
 
 LAYERS, BATCH, WIDTH = 12, 1024, 32
 
@@ -116,3 +117,15 @@ def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_least_memor
     plans = [remat_opt.optimize(step, budget=budget).plan(*arguments) for budget in (0.8, None)]
     assert plans[0].measured.temp_bytes <= 0.8 * plans[0].plain_measured.temp_bytes
     assert plans[0].predicted.extra_flops < plans[1].predicted.extra_flops
+
+
+def test_explain_says_what_is_done_to_loops():
+    step, arguments = scanned()
+    found = remat_opt.optimize(step).explain(*arguments)
+    (loop,) = found.loops
+    assert loop.length == LAYERS
+    assert loop.bytes < loop.given_bytes
+    text = str(found)
+    assert f"{LAYERS} steps, {format_bytes(loop.given_bytes)} → {format_bytes(loop.bytes)}: keeps its carry" in text
+    inside = remat_opt.optimize(micro_batches()[0]).explain(*micro_batches()[1])
+    assert "In the body of 1 loop values are computed again" in str(inside)

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "loops": {"loops", "program", "graph"},
     "write": {"write", "program", "graph"},
     "targets": {"targets", "program.compat"},
-    "report": {"report", "program", "graph", "search", "write", "targets", "plan", "budget"},
+    "report": {"report", "program", "graph", "loops", "search", "write", "targets", "plan", "budget"},
     "examples": {"examples"},
 }
 # The bridge from jaxprs to graphs is the one file between two rooms.

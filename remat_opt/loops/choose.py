@@ -28,6 +28,23 @@ WORTH_A_SECOND = 1 / 3
 WORTH_WRITING = 0.98  # an option with more than this part of the bytes as given is no gain
 
 
+@dataclasses.dataclass(frozen=True)
+class WrittenPair:
+    """What is done to one pair, for reports.
+
+    Attributes:
+        length: steps of the loop.
+        choice: how it is written.
+        given_bytes: what it needs as it was given; None where that was not worked out.
+        bytes: what it needs as it is written.
+    """
+
+    length: int
+    choice: LoopChoice
+    given_bytes: int | None
+    bytes: int | None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class LoopChoices:
     """What is done to the loops of a program.
@@ -58,6 +75,16 @@ class LoopChoices:
         for reason in dict.fromkeys(self.left):
             said.append(f"{self.left.count(reason)} left as it is: {reason}")
         return ", ".join(said)
+
+    @property
+    def written(self) -> tuple[WrittenPair, ...]:
+        """The pairs that are written again."""
+        found = []
+        for at, choice in self.chosen:
+            given, picked = (self.options[at].options[0], self._picked(at, choice)) if self.options else (None, None)
+            sizes = (given and given.bytes, picked and picked.bytes)
+            found.append(WrittenPair(self.pairs[at].length, choice, *sizes))
+        return tuple(found)
 
     @property
     def extra_flops(self) -> float:

@@ -10,6 +10,7 @@ from pathlib import Path
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import Liveness, simulate
 from remat_opt.graph.schedule import save_everything
+from remat_opt.loops.choose import WrittenPair
 from remat_opt.plan import Plan
 from remat_opt.report.curves import Curve, curve_of
 from remat_opt.report.saved import Group, held_values, saved_groups
@@ -37,6 +38,7 @@ class Explanation:
         rewritten: the simulated plan.
         names: name of each saved value.
         seconds: time spent on each stage of planning.
+        loops: pairs of forward and backward loops that are written again.
     """
 
     plan: Plan
@@ -46,6 +48,7 @@ class Explanation:
     rewritten: Liveness
     names: Mapping[int, str]
     seconds: Mapping[str, float]
+    loops: tuple[WrittenPair, ...] = ()
 
     @functools.cached_property
     def before(self) -> Curve:
@@ -119,6 +122,7 @@ def explain(
     rewritten: Liveness,
     names: Mapping[int, str],
     seconds: Mapping[str, float],
+    loops: tuple[WrittenPair, ...] = (),
 ) -> Explanation:
     """Gather what there is to say of a plan; for the arguments see `Explanation`."""
-    return Explanation(plan, given, graph, plain, rewritten, names, seconds)
+    return Explanation(plan, given, graph, plain, rewritten, names, seconds, loops)

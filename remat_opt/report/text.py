@@ -28,7 +28,8 @@ def to_text(explanation: Explanation) -> str:
         _heading(explanation),
         _summary(explanation),
         _figures(explanation),
-        *([] if explanation.plan.is_plain else [_saved(explanation), _recomputed(explanation)]),
+        *([_loops(explanation)] if explanation.loops else []),
+        *([_saved(explanation), _recomputed(explanation)] if explanation.segments else []),
         _curves(explanation),
         _closing(explanation),
     ]
@@ -59,15 +60,28 @@ def _summary(explanation: Explanation) -> list[str]:
     first_runs = [op for run in plan.schedule.runs if not run.recomputed for op in run.ops]
     updates = "; updates of the optimizer run as soon as they can" if first_runs != sorted(first_runs) else ""
     segments = format_count(len(explanation.segments), "segment")
-    text = (
-        f"{format_count(len(explanation.held), 'tensor')} ({format_bytes(explanation.held_bytes)}) "
-        f"{'is' if len(explanation.held) == 1 else 'are'} saved, and what else the backward pass reads is computed "
-        f"again in {segments}, each when its gradients are due{updates}. The predicted peak of temporary memory goes "
-        f"from {format_bytes(predicted.plain_peak_bytes)} to {format_bytes(predicted.peak_bytes)} "
-        f"({format_change(predicted.peak_bytes, predicted.plain_peak_bytes)}) for "
+    done = []
+    if explanation.loops:
+        pairs = format_count(len(explanation.loops), "pair")
+        keep = "keeps" if len(explanation.loops) == 1 else "keep"
+        done.append(
+            f"{pairs} of a forward and a backward loop {keep} less, and the rest is computed again step by step."
+        )
+    if plan.loop_bodies:
+        bodies = format_count(plan.loop_bodies, "loop")
+        done.append(f"In the body of {bodies} values are computed again before their gradients are due.")
+    if explanation.segments:
+        done.append(
+            f"{format_count(len(explanation.held), 'tensor')} ({format_bytes(explanation.held_bytes)}) "
+            f"{'is' if len(explanation.held) == 1 else 'are'} saved, and what else the backward pass reads is computed "
+            f"again in {segments}, each when its gradients are due{updates}."
+        )
+    done.append(
+        f"The predicted peak of temporary memory goes from {format_bytes(predicted.plain_peak_bytes)} to "
+        f"{format_bytes(predicted.peak_bytes)} ({format_change(predicted.peak_bytes, predicted.plain_peak_bytes)}) for "
         f"{_percent(predicted.extra_flops, predicted.flops)} more FLOPs."
     )
-    return textwrap.wrap(text, WIDTH)
+    return textwrap.wrap(" ".join(done), WIDTH)
 
 
 def _percent(part: float, whole: float) -> str:
@@ -135,6 +149,26 @@ def _row(label: str, before: str, after: str, change: str) -> str:
 # What is saved, what is recomputed
 
 
+def _loops(explanation: Explanation) -> list[str]:
+    lines = [f"Loops: {format_count(len(explanation.loops), 'pair')} of a forward and a backward loop"]
+    for loop in explanation.loops:
+        choice = loop.choice
+        kept = "its carry at every step"
+        if choice.chunk is not None:
+            kept = f"its carry at every {choice.chunk}. step, and what lies between from there on"
+        if choice.saved:
+            kept += f", {format_count(len(choice.saved), 'tensor')} of each step"
+        sizes = (
+            f", {format_bytes(loop.given_bytes)} → {format_bytes(loop.bytes)}"
+            if loop.given_bytes and loop.bytes
+            else ""
+        )
+        update = "; the optimizer's update is done inside the backward loop" if choice.update else ""
+        text = f"{loop.length} steps{sizes}: keeps {kept}{update}"
+        lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
+    return lines
+
+
 def _saved(explanation: Explanation) -> list[str]:
     there = explanation.plain.at(explanation.plain.peak_position)
     lines = [
@@ -178,18 +212,20 @@ def _named(begin: str, name: str, end: str) -> list[str]:
 
 
 def _recomputed(explanation: Explanation) -> list[str]:
-    predicted, sizes = explanation.plan.predicted, explanation.segments
+    sizes, whole = explanation.segments, explanation.plan.predicted.flops
+    flops = sum(total.flops for total in explanation.repeated)
+    seconds = sum(total.seconds for total in explanation.repeated)
     lines = [
         f"Recomputed: {format_count(len(sizes), 'segment')} of {_span(sizes)} operations, "
-        f"{format_flops(predicted.extra_flops)}, {_percent(predicted.extra_flops, predicted.flops)} of the step's"
+        f"{format_flops(flops)}, {_percent(flops, whole)} of the step's"
     ]
     for total in explanation.repeated[:MOST_PRIMITIVES]:
-        share = _percent(total.seconds, predicted.extra_seconds)
+        share = _percent(total.seconds, seconds)
         flops = format_flops(total.flops) if total.flops else ""
         lines.append(f"    {total.count:>5} × {total.primitive:<28}{flops:>14}   {share:>7} of the extra time")
     rest = explanation.repeated[MOST_PRIMITIVES:]
     if rest:
-        share = _percent(sum(total.seconds for total in rest), predicted.extra_seconds)
+        share = _percent(sum(total.seconds for total in rest), seconds)
         others = f"of {format_count(len(rest), 'other primitive')}"
         lines.append(f"    {sum(total.count for total in rest):>5} × {others:<42}   {share:>7} of the extra time")
     return lines
