@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-import jax
-
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.inside import rewrite_inside
+from remat_opt.loops.regions import Emit
 from remat_opt.loops.rewrite import rewrite_loops
-from remat_opt.program.inline import Program, inline
+from remat_opt.program.inline import Program
 from remat_opt.program.names import name_values
 from remat_opt.search import SOLVERS, Problem
 from remat_opt.write.train_step import write
@@ -46,20 +45,22 @@ def write_loops(
     program = rewrite_loops(program, loops.pairs, loops.chosen, aliases)
     if inside is None:
         return program, loops
-    share = inside
+    share, donated = inside, {given for given, _ in aliases}
 
-    def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Program | None:
+    def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Emit | None:
         return body_in_segments(body, rates, overwritten, share)
 
-    program, bodies = rewrite_inside(program, rates, in_segments, pairs=loops.pairs, keep_checkpoints=keep_checkpoints)
+    program, bodies = rewrite_inside(
+        program, rates, in_segments, pairs=loops.pairs, donated=donated, keep_checkpoints=keep_checkpoints
+    )
     return program, dataclasses.replace(loops, inside=inside if bodies else None, bodies=bodies)
 
 
-def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float = 0.0) -> Program | None:
+def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float = 0.0) -> Emit | None:
     """A body that has a forward and a backward pass with a schedule of less memory; None where nothing is gained.
 
     Args:
-        body: one step of a loop.
+        body: one step of a loop, a branch, or the program of one device.
         rates: the target.
         overwritten: for each input whether its buffer may be reused: the carry's may.
         share: of what lies between the least and the plain peak, how much it may need.
@@ -74,6 +75,4 @@ def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...],
     if not solution.schedule.recomputed or solution.peak > WORTH_SEGMENTS * problem.plain.peak:
         return None
     names = name_values(body, solution.choice.saved)
-    avals = [body.avals[value] for value in body.inputs]
-    closed = jax.make_jaxpr(lambda *values: write(bridge, solution.schedule, names, values))(*avals)
-    return inline(closed, keep_checkpoints=True)
+    return lambda operands: write(bridge, solution.schedule, names, operands)

@@ -40,14 +40,14 @@ def _named(names: str) -> frozenset:
     return frozenset(primitive for primitive in found if primitive is not None)
 
 
-ELEMENTWISE = _named(_ELEMENTWISE_NAMES)
+ELEMENTWISE = _named(_ELEMENTWISE_NAMES) | {compat.pvary_p}
 REDUCTION = _named(_REDUCTION_NAMES)
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
 # Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
 _MOVES = _named(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
     "stop_gradient transpose"
-)
+) | {compat.pvary_p}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -155,19 +155,22 @@ def _op(program: Program, equation: Equation, rates: Rates, constants: dict[int,
 
 
 def workspace_of_loops(primitive: Any, params: dict[str, Any], rates: Rates) -> int:
-    """The most temporary bytes that one step of a loop needs, beside its operands and results.
+    """The most temporary bytes that one step of a loop, a branch or one device needs, beside operands and results.
 
     Of a region that holds loops it is that of the loop that needs most.
     """
-    if primitive is P.scan_p:
-        return peak_as_written(inline(params["jaxpr"], keep_checkpoints=True), rates)
+    if primitive in (P.scan_p, P.cond_p, compat.shard_map_p):
+        return max(
+            peak_as_written(inline(jaxpr, keep_checkpoints=True), rates, reusing=primitive is compat.shard_map_p)
+            for jaxpr in compat.jaxprs_in(params)
+        )
     inner = [equation for jaxpr in compat.jaxprs_in(params) for equation in compat.bare_jaxpr(jaxpr).eqns]
     return max((workspace_of_loops(equation.primitive, equation.params, rates) for equation in inner), default=0)
 
 
-def peak_as_written(program: Program, rates: Rates) -> int:
-    """The peak in bytes of a program in its own order."""
-    graph = build(program, rates).graph
+def peak_as_written(program: Program, rates: Rates, *, reusing: bool = False) -> int:
+    """The peak in bytes of a program in its own order; `reusing` where results may take the place of inputs."""
+    graph = build(program, rates, (reusing,) * len(program.inputs)).graph
     return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
 

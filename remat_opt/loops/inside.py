@@ -1,26 +1,27 @@
-"""Bodies of loops are programs, too: their own pairs are written again, and those with a turning point get segments.
+"""Bodies are programs, too: their own pairs are written again, and those with a turning point get segments.
 
 A pair inside a body comes from nested loops; a turning point inside a body from a gradient that is taken there, as of
-micro-batches. All of it is for the least memory.
+micro-batches in a `scan`, of a step of one device in a `shard_map`, or of a step that is left out under a condition.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
 
 import jax
-from jax import lax
+from jax.extend.core import primitives
 
 from remat_opt.graph.cost import Rates
-from remat_opt.loops.body import Loop, evaluate, is_loop, read, read_loop
+from remat_opt.loops.body import Loop, is_loop, read_loop
 from remat_opt.loops.choose import choose
 from remat_opt.loops.pairs import Pair
+from remat_opt.loops.regions import Emit, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of
 from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
 
-OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Program | None"]
+OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Emit | None"]
 """Divide a body with a turning point into segments; which of its inputs may be overwritten. None: nothing to gain."""
 
 
@@ -30,6 +31,7 @@ def rewrite_inside(
     optimise: OptimiseBody | None = None,
     *,
     pairs: Sequence[Pair] = (),
+    donated: Collection[int] = (),
     keep_checkpoints: bool = False,
 ) -> tuple[Program, int]:
     """Write the bodies of a program's loops again where something is gained.
@@ -39,12 +41,13 @@ def rewrite_inside(
         rates: the target.
         optimise: what to do with a body beside its pairs; not asked for loops that repeat within already.
         pairs: loops with a forward and a reverse part. Those that stayed as they are stay so inside.
+        donated: inputs of the program whose buffers may be reused.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
 
     Returns:
         The program, and how many bodies were written again.
     """
-    return _Inside(rates, optimise, keep_checkpoints).rewrite(program, pairs=pairs)
+    return _Inside(rates, optimise, keep_checkpoints).rewrite(program, pairs=pairs, donated=donated)
 
 
 class _Inside:
@@ -53,10 +56,17 @@ class _Inside:
         self.optimise = optimise
         self.keep_checkpoints = keep_checkpoints
 
-    def rewrite(self, program: Program, repeating: bool = False, pairs: Sequence[Pair] = ()) -> tuple[Program, int]:
+    def rewrite(
+        self,
+        program: Program,
+        repeating: bool = False,
+        pairs: Sequence[Pair] = (),
+        donated: Collection[int] = (),
+    ) -> tuple[Program, int]:
         """A program's bodies written again; `repeating` where it is part of a loop that repeats within already."""
         # What a pair's loops hand to each other is decided for the pair; results of those that stayed kept their ids.
         left = {value for pair in pairs for loop in (pair.forward, pair.backward) for value in loop.equation.outputs}
+        reusable = _read_once(program, donated)
         splicing = Splicing(program)
         count = 0
         for index, equation in enumerate(program.equations):
@@ -67,11 +77,15 @@ class _Inside:
                 loop = read_loop(equation, keep_checkpoints=self.keep_checkpoints or repeats)
                 body, inner = self.body(loop, repeats)
                 if inner:
-                    splicing.replace(index, _scan_of(loop, body))
+                    splicing.replace(index, scan_of(loop, emit_of(body)))
             elif equation.primitive is compat.remat_p and repeats:
                 region, inner = self.rewrite(inline(equation.params["jaxpr"], keep_checkpoints=True), repeating=True)
                 if inner:
-                    splicing.replace(index, _region_of(equation, region))
+                    splicing.replace(index, checkpoint_of(equation, emit_of(region)))
+            elif equation.primitive in (primitives.cond_p, compat.shard_map_p) and not repeats:
+                instead, inner = self.regions(equation, tuple(value in reusable for value in equation.inputs))
+                if inner:
+                    splicing.replace(index, instead)
             else:
                 continue
             count += inner
@@ -92,50 +106,32 @@ class _Inside:
         count += bool(loops.chosen)
         if self.optimise is not None and not repeats:
             overwritten = tuple(value in loop.body_carry for value in body.inputs)
-            better = self.optimise(body, overwritten)
-            if better is not None:
-                body, count = better, count + (not loops.chosen)
+            emit = self.optimise(body, overwritten)
+            if emit is not None:
+                avals = [body.avals[value] for value in body.inputs]
+                body = inline(jax.make_jaxpr(lambda *x: emit(x))(*avals), keep_checkpoints=True)
+                count += not loops.chosen
         return body, count
 
+    def regions(self, equation: Equation, donated: tuple[bool, ...]) -> tuple[Instead, int]:
+        """What is done instead of a `cond` or `shard_map`, and how many of its bodies have segments then.
 
-def _scan_of(loop: Loop, body: Program) -> Callable[..., list[Any]]:
-    """The loop with another body, as a function of the operands of its equation that are no literals."""
-    constants, carry = loop.num_constants, loop.num_carry
-
-    def scan(*values):
-        operands = _operands(loop.equation, values)
-        xs = operands[constants + carry :]
-
-        def step(state, x):
-            results = _run(body, [*operands[:constants], *state, *x])
-            return results[:carry], results[carry:]
-
-        first = operands[constants : constants + carry]
-        unroll = max(1, int(loop.unroll) or loop.length)
-        last, ys = lax.scan(step, first, xs, loop.length, reverse=loop.reverse, unroll=min(unroll, loop.length))
-        return [*last, *ys]
-
-    return scan
+        Pairs of loops in such a body stay: what is traced there may name the axes of a mesh.
+        """
+        mapped = equation.primitive is compat.shard_map_p
+        jaxprs = [equation.params["jaxpr"]] if mapped else equation.params["branches"]
+        emits, count = [], 0
+        for jaxpr in jaxprs:
+            body = inline(jaxpr, keep_checkpoints=self.keep_checkpoints)
+            better = None
+            if self.optimise is not None and not body.has_references:
+                better = self.optimise(body, donated if mapped else (False,) * len(body.inputs))
+            emits.append(better or emit_of(body))
+            count += better is not None
+        return (shard_map_of(equation, emits[0]) if mapped else cond_of(equation, emits)), count
 
 
-def _region_of(equation: Equation, region: Program) -> Callable[..., list[Any]]:
-    """A region that is one operation to the outer program with other contents, likewise."""
-
-    def whole(*values):
-        operands = _operands(equation, values)
-        jaxpr = compat.without_dead_code(jax.make_jaxpr(lambda *x: _run(region, x))(*operands))
-        free = [*compat.constants_of(jaxpr), *operands]
-        return compat.bind_remat(compat.open_jaxpr(jaxpr), free, [False] * len(free), None)
-
-    return whole
-
-
-def _operands(equation: Equation, values: Sequence[Any]) -> list[Any]:
-    given = dict(zip(values_among(equation.inputs), values, strict=True))
-    return [read(atom, given) for atom in equation.inputs]
-
-
-def _run(program: Program, operands: Sequence[Any]) -> list[Any]:
-    environment = dict(zip(program.inputs, operands, strict=True))
-    evaluate(program, range(len(program.equations)), environment)
-    return [read(atom, environment) for atom in program.outputs]
+def _read_once(program: Program, values: Collection[int]) -> set[int]:
+    """Those of some values that one equation reads, and nothing else."""
+    readers = Counter(value for equation in program.equations for value in set(values_among(equation.inputs)))
+    return {value for value in values if readers[value] == 1 and value not in program.outputs}

@@ -68,6 +68,18 @@ barrier_p = _primitive_of(lax.optimization_barrier, 1.0)
 remat_p = primitives.remat_p
 name_p = primitives.name_p
 
+
+def _mapping() -> Any:
+    """The equation of a `shard_map` in which a value is told to differ from device to device."""
+    mesh = jax.sharding.AbstractMesh((1,), ("axis",))
+    same, split = jax.sharding.PartitionSpec(), jax.sharding.PartitionSpec("axis")
+    fun = jax.shard_map(lambda x: lax.pcast(x, "axis", to="varying"), mesh=mesh, in_specs=same, out_specs=split)
+    return jax.make_jaxpr(fun)(np.zeros(1)).jaxpr.eqns[0]
+
+
+shard_map_p = _mapping().primitive
+pvary_p = _mapping().params["jaxpr"].eqns[0].primitive  # moves nothing: a type for the checks of shard_map
+
 # Never run twice: XLA's own generator keeps a state on the device, and a callback's host function is the user's.
 _pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
 STATEFUL = frozenset({primitives.rng_uniform_p, _pure_callback_p})
@@ -122,6 +134,18 @@ def with_default_layout(array: Any) -> Any:
     """
     constrained = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
     return lax.optimization_barrier(constrained)
+
+
+def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
+    """`jax.shard_map` of another function, with the mesh, the specifications and the checks of an equation."""
+    return jax.shard_map(
+        fun,
+        mesh=params["mesh"],
+        in_specs=tuple(params["in_specs"]),
+        out_specs=tuple(params["out_specs"]),
+        axis_names=params["newly_manual_axes"],
+        check_vma=params["check_vma"],
+    )
 
 
 @contextlib.contextmanager
