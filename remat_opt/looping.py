@@ -9,7 +9,7 @@ from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.inside import rewrite_inside
-from remat_opt.loops.regions import Emit
+from remat_opt.loops.regions import Body
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.program.inline import Program
 from remat_opt.program.names import name_values
@@ -47,7 +47,7 @@ def write_loops(
         return program, loops
     share, donated = inside, {given for given, _ in aliases}
 
-    def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Emit | None:
+    def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Body | None:
         return body_in_segments(body, rates, overwritten, share)
 
     program, bodies = rewrite_inside(
@@ -56,7 +56,7 @@ def write_loops(
     return program, dataclasses.replace(loops, inside=inside if bodies else None, bodies=bodies)
 
 
-def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float = 0.0) -> Emit | None:
+def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float = 0.0) -> Body | None:
     """A body that has a forward and a backward pass with a schedule of less memory; None where nothing is gained.
 
     Args:
@@ -75,4 +75,4 @@ def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...],
     if not solution.schedule.recomputed or solution.peak > WORTH_SEGMENTS * problem.plain.peak:
         return None
     names = name_values(body, solution.choice.saved)
-    return lambda operands: write(bridge, solution.schedule, names, operands)
+    return Body(lambda operands: write(bridge, solution.schedule, names, operands), solution.peak)

@@ -6,23 +6,26 @@ from typing import Any
 import jax
 from training_steps import STEPS
 
-from remat_opt.examples import image_classifier
+from remat_opt.examples import EXAMPLES, make_example
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
 from remat_opt.program.inline import inline
 from remat_opt.targets import resolve_target
 
-NETWORKS = {"resnet50": (64, 224), "densenet121": (32, 224), "vgg16": (64, 224), "alexnet": (1024, 224)}
+NETWORKS = ("resnet50", "densenet121", "vgg16", "alexnet")
+# The small twins of the examples, those of the same file that are no different left out.
+_ALIKE = ("vgg1", "resnet3", "resnet101", "resnet152", "resnet200", "densenet16", "densenet2", "wide_resnet28_1")
+_ALIKE += ("gpt", "dynamicconv_wmt", "transformer_big", "randwire_regular")
+TWINS = tuple(name for name in EXAMPLES if not name.startswith(_ALIKE) and not name.endswith("_scan"))
 PLAIN_STEPS = [name for name, case in STEPS.items() if not name.startswith(("nnx", "equinox"))]
 
 
 @functools.cache
-def graph_of(name: str, target: str = "h200") -> Graph:
-    """The graph of a step of `STEPS` or of a network of the examples, its state donated, with a target's costs."""
-    if name in NETWORKS:
-        batch, size = NETWORKS[name]
-        example = image_classifier(name, batch=batch, size=size)
+def graph_of(name: str, target: str = "h200", *, small: bool = False) -> Graph:
+    """The graph of a step of `STEPS` or of an example or its small twin, its state donated, with a target's costs."""
+    if name in EXAMPLES:
+        example = make_example(name, small=small)
         traced = jax.jit(example.train_step, donate_argnums=0).trace(*example.abstract_args)
     else:
         case = STEPS[name]()

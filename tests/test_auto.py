@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_graphs import training_graph, training_graphs
-from step_graphs import NETWORKS, PLAIN_STEPS, graph_of
+from step_graphs import NETWORKS, PLAIN_STEPS, TWINS, graph_of
 
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
@@ -61,6 +61,11 @@ def test_auto_is_never_worse_than_another_solver_on_the_training_steps(name: str
 @pytest.mark.parametrize("name", NETWORKS)
 def test_auto_is_never_worse_than_another_solver_on_networks(name: str) -> None:
     assert assert_never_worse(graph_of(name)) > 9
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_auto_is_never_worse_than_another_solver_on_small_networks(name: str) -> None:
+    assert assert_never_worse(graph_of(name, small=True)) > 9
 
 
 def graphs_of_12_to_16_ops(first: int, count: int) -> list[Graph]:

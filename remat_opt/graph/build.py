@@ -84,6 +84,7 @@ def build(
         platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
         as_given: the step is not written again, so that none is.
     """
+    known_workspaces = dict(program.workspaces)
     constant_equations: dict[int, int] = {}
     ops: list[Op] = []
     equation_of: list[int] = []
@@ -98,7 +99,10 @@ def build(
             op = dataclasses.replace(op, kind=Kind.OPAQUE)
         else:
             space = workspace_of(equation, program, platform)
-            space = max(space, workspace_of_loops(equation.primitive, equation.params, rates))
+            inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
+            if inside is None:
+                inside = workspace_of_loops(equation.primitive, equation.params, rates)
+            space = max(space, inside)
             op = dataclasses.replace(op, workspace=space)
         ops.append(op)
         equation_of.append(index)

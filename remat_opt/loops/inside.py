@@ -12,16 +12,17 @@ from collections.abc import Callable, Collection, Sequence
 import jax
 from jax.extend.core import primitives
 
+from remat_opt.graph.build import peak_as_written
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.body import Loop, is_loop, read_loop
 from remat_opt.loops.choose import choose
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.regions import Emit, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of
+from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of
 from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
 
-OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Emit | None"]
+OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Body | None"]
 """Divide a body with a turning point into segments; which of its inputs may be overwritten. None: nothing to gain."""
 
 
@@ -75,26 +76,27 @@ class _Inside:
             repeats = repeating or not program.run_once.isdisjoint(equation.outputs)
             if is_loop(equation):
                 loop = read_loop(equation, keep_checkpoints=self.keep_checkpoints or repeats)
-                body, inner = self.body(loop, repeats)
+                body, inner, workspace = self.body(loop, repeats)
                 if inner:
-                    splicing.replace(index, scan_of(loop, emit_of(body)))
+                    splicing.replace(index, scan_of(loop, emit_of(body)), workspace)
             elif equation.primitive is compat.remat_p and repeats:
                 region, inner = self.rewrite(inline(equation.params["jaxpr"], keep_checkpoints=True), repeating=True)
                 if inner:
                     splicing.replace(index, checkpoint_of(equation, emit_of(region)))
             elif equation.primitive in (primitives.cond_p, compat.shard_map_p) and not repeats:
-                instead, inner = self.regions(equation, tuple(value in reusable for value in equation.inputs))
+                free = tuple(value in reusable for value in equation.inputs)
+                instead, inner, workspace = self.regions(equation, free)
                 if inner:
-                    splicing.replace(index, instead)
+                    splicing.replace(index, instead, workspace)
             else:
                 continue
             count += inner
         return (splicing.result(), count) if count else (program, 0)
 
-    def body(self, loop: Loop, repeats: bool) -> tuple[Program, int]:
-        """A loop's body written again, and how many bodies that were, 0 if nothing was gained."""
+    def body(self, loop: Loop, repeats: bool) -> tuple[Program, int, int | None]:
+        """A loop's body written again, how many bodies that were, 0 if nothing was gained, and its bytes if known."""
         if loop.body.has_references or loop.body.effects:
-            return loop.body, 0
+            return loop.body, 0, None
         carried = [
             (before, after)
             for before, after in zip(loop.body_carry, loop.next_carry, strict=True)
@@ -104,31 +106,33 @@ class _Inside:
         body = rewrite_loops(loop.body, loops.pairs, loops.chosen, carried)
         body, count = self.rewrite(body, repeats, loops.pairs)
         count += bool(loops.chosen)
+        workspace = None
         if self.optimise is not None and not repeats:
             overwritten = tuple(value in loop.body_carry for value in body.inputs)
-            emit = self.optimise(body, overwritten)
-            if emit is not None:
+            better = self.optimise(body, overwritten)
+            if better is not None:
                 avals = [body.avals[value] for value in body.inputs]
-                body = inline(jax.make_jaxpr(lambda *x: emit(x))(*avals), keep_checkpoints=True)
-                count += not loops.chosen
-        return body, count
+                body = inline(jax.make_jaxpr(lambda *x: better.emit(x))(*avals), keep_checkpoints=True)
+                count, workspace = count + (not loops.chosen), better.peak
+        return body, count, workspace
 
-    def regions(self, equation: Equation, donated: tuple[bool, ...]) -> tuple[Instead, int]:
-        """What is done instead of a `cond` or `shard_map`, and how many of its bodies have segments then.
+    def regions(self, equation: Equation, donated: tuple[bool, ...]) -> tuple[Instead, int, int]:
+        """What is done instead of a `cond` or `shard_map`, how many of its bodies have segments then, and its bytes.
 
         Pairs of loops in such a body stay: what is traced there may name the axes of a mesh.
         """
         mapped = equation.primitive is compat.shard_map_p
         jaxprs = [equation.params["jaxpr"]] if mapped else equation.params["branches"]
-        emits, count = [], 0
+        emits, count, workspace = [], 0, 0
         for jaxpr in jaxprs:
             body = inline(jaxpr, keep_checkpoints=self.keep_checkpoints)
             better = None
             if self.optimise is not None and not body.has_references:
                 better = self.optimise(body, donated if mapped else (False,) * len(body.inputs))
-            emits.append(better or emit_of(body))
+            emits.append(better.emit if better else emit_of(body))
             count += better is not None
-        return (shard_map_of(equation, emits[0]) if mapped else cond_of(equation, emits)), count
+            workspace = max(workspace, better.peak if better else peak_as_written(body, self.rates))
+        return (shard_map_of(equation, emits[0]) if mapped else cond_of(equation, emits)), count, workspace
 
 
 def _read_once(program: Program, values: Collection[int]) -> set[int]:

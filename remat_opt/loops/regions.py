@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,20 @@ from remat_opt.program.inline import Equation, Program
 
 Emit = Callable[[Sequence[Any]], "list[Any]"]
 """Evaluates a body on its inputs, values or tracers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A body in segments.
+
+    Attributes:
+        emit: evaluates it.
+        peak: bytes that it needs.
+    """
+
+    emit: Emit
+    peak: int
+
 
 Instead = Callable[..., "list[Any]"]
 """What is done instead of an equation, on its operands that are no literals; it gives what the equation gave."""

@@ -54,6 +54,7 @@ class Splicing:
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
         self.constant = constant_equations(program)
         self.run_once: set[int] = set()
+        self.workspaces: dict[int, int] = {}
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
 
     def write_pair(
@@ -136,10 +137,19 @@ class Splicing:
         self.avals.append(aval)
         return len(self.avals) - 1
 
-    def replace(self, index: int, fun: Callable[..., list[Any]]) -> None:
-        """Put a function of an equation's non-literal operands in its place; it gives what the equation gave."""
+    def replace(self, index: int, fun: Callable[..., list[Any]], workspace: int | None = None) -> None:
+        """Put a function of an equation's non-literal operands in its place; it gives what the equation gave.
+
+        Args:
+            index: which equation.
+            fun: what is done instead, as one equation with a body.
+            workspace: bytes that its body needs, where that is known.
+        """
         old = self.program.equations[index]
         self.rename(old.outputs, self.trace(index, fun, values_among(old.inputs)))
+        if workspace is not None:
+            (region,) = (e for e in self.instead[index] if compat.jaxprs_in(e.params))
+            self.workspaces[region.outputs[0]] = workspace
 
     def rename(self, values: Sequence[int], atoms: Sequence[Atom]) -> None:
         for value, atom in zip(values, atoms, strict=True):
@@ -168,6 +178,7 @@ class Splicing:
             constants=constants,
             equations=in_topological_order(equations, outputs),
             run_once=self.program.run_once | self.run_once,
+            workspaces=(*self.program.workspaces, *self.workspaces.items()),
             outputs=outputs,
         )
 

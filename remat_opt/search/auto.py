@@ -5,7 +5,7 @@ later residuals beside a segment; nested plans; strategies of lower sets (`lower
 
 *Families* (`families.py`). For a budget, segments with options and, on small steps or where these do not fit, nested
 plans, each ordered by its model from least memory to least time: those that just fit, by simulation, are taken. On
-small steps the other solvers' answers join the frontier, too.
+small steps the other solvers' answers join the frontier, too, on larger ones those of lower sets.
 
 *Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
 segments there are added, as long as the peak falls.
@@ -48,7 +48,7 @@ _SHARE_OF_STRUCTURES = 0.4  # of the time of a whole frontier, about
 _HALVINGS = 3  # of the last level
 _VERY_FEW_OPS = 64  # up to which values are forgotten one by one
 _FEW_OPS = 400  # up to which every model is tried at every turning point, and the other solvers are asked
-_SOME_OPS = 1000  # up to which `rotor` is asked for its least memory
+_SOME_OPS = 1200  # up to which `rotor` is asked for its least memory, and `lower_sets` for budgets
 _ABOUT = 1.02  # times the least peak is no more memory, about
 _MOST_FILLED = 4  # schedules for one budget that are filled
 
@@ -204,14 +204,15 @@ class Search:
     def frontier(self) -> tuple[Solution, ...]:
         """From the least memory to the plain step."""
         levels = [self.at_level(level) for level in range(LEVELS)]
-        return pareto_front([self.problem.plain, *self.low_end, *levels, *(self.others if self.is_small else ())])
+        return pareto_front([self.problem.plain, *self.low_end, *levels, *self.others])
 
     @property
     def others(self) -> Iterator[Solution]:
         """The best of the papers' algorithms for every second level, filled."""
-        for level in range(0, LEVELS, 2):
+        solvers = (rotor, hong, lower_sets, feng_huang, chen) if self.is_small else (lower_sets,)
+        for level in range(0, LEVELS, 2) if len(self.problem.order) <= _SOME_OPS else ():
             budget = self.budget_of(level)
-            answers = (solver.solve(self.problem, budget) for solver in (rotor, hong, lower_sets, feng_huang, chen))
+            answers = (solver.solve(self.problem, budget) for solver in solvers)
             fitting = sorted((answer for answer in answers if answer.peak <= budget), key=time_first)
             yield from (fill(self.problem, answer, budget) for answer in fitting[:1])
 
