@@ -55,42 +55,58 @@ def run_apart(request: Request, time_limit: float) -> Iterator[dict[str, Any]]:
         request: what to measure.
         time_limit: seconds for one process.
     """
-    environment = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}  # the last line is then the error itself
-    waiting, current, known = list(request.variants), "", dict(request.known)
-    while True:
-        with tempfile.TemporaryFile("w+", encoding="utf-8") as errors:
-            command = [sys.executable, "-m", "benchmarks.row"]
-            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors, "encoding": "utf-8"}
-            process = subprocess.Popen(command, cwd=ROOT, env=environment, **pipes)
-            timer = threading.Timer(time_limit, process.kill)
-            timer.start()
-            try:
-                assert process.stdin is not None
-                assert process.stdout is not None
-                with process.stdin:
-                    json.dump(request._replace(variants=waiting, known=known)._asdict(), process.stdin)
-                for line in process.stdout:
-                    message = json.loads(line)
-                    current = message.get("begins", current)
-                    if "result" in message:
-                        known[message["variant"]] = message["result"]
-                        waiting = [variant for variant in waiting if variant != message["variant"]]
-                    yield message
-                if process.wait() == 0:
-                    return
-            finally:
-                expired = not timer.is_alive()
-                timer.cancel()
-                process.kill()
-                process.wait()
-            errors.seek(0)
-            last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
-        reason = f"took more than {time_limit:.0f} s" if expired else f"its process died: {last[:200]}"
-        failed, waiting = current or waiting[0], [variant for variant in waiting if variant not in ("", current)]
-        if failed != "timing":
-            yield {"variant": failed, "result": {"error": reason}}
-        if not current or failed == "timing" or not waiting:
+    waiting, known = list(request.variants), dict(request.known)
+    while waiting or request.steps:
+        current = None
+        try:
+            for message in _messages(request._replace(variants=waiting, known=known), time_limit):
+                current = message.get("begins", current)
+                if "result" in message:
+                    known[message["variant"]] = message["result"]
+                    waiting = [variant for variant in waiting if variant != message["variant"]]
+                yield message
             return
+        except RowDied as death:
+            failed = current or (waiting[0] if waiting else None)
+            waiting = [variant for variant in waiting if variant != failed]
+            if failed in (None, "timing"):
+                raise
+            yield {"variant": failed, "result": {"error": str(death)}}
+            if current is None:
+                return  # it did not even begin: the next would not either
+
+
+class RowDied(RuntimeError):
+    """The process of a row ended before its answer did."""
+
+
+def _messages(request: Request, time_limit: float) -> Iterator[dict[str, Any]]:
+    environment = {**os.environ, "JAX_TRACEBACK_FILTERING": "off"}  # the last line is then the error itself
+    command = [sys.executable, "-m", "benchmarks.row"]
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as errors, tempfile.TemporaryFile("w+") as asked:
+        json.dump(request._asdict(), asked)
+        asked.seek(0)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdin=asked, stdout=subprocess.PIPE, stderr=errors, encoding="utf-8"
+        )
+        expired = threading.Event()
+        timer = threading.Timer(time_limit, lambda: (expired.set(), process.kill()))
+        timer.start()
+        try:
+            assert process.stdout is not None
+            with process.stdout:
+                yield from map(json.loads, process.stdout)
+            if process.wait() == 0:
+                return
+        finally:
+            timer.cancel()
+            process.kill()
+            process.wait()
+        errors.seek(0)
+        last = (errors.read().strip().splitlines() or ["it said nothing"])[-1]
+    if expired.is_set():
+        raise RowDied(f"took more than {time_limit:.0f} s")
+    raise RowDied(f"its process died: {last[:200]}")
 
 
 def run_table(

@@ -92,7 +92,7 @@ OTHERS = tuple(
 
 # Seconds on the CPU: what continuous integration repeats.
 SMALL = (
-    Row("densenet121", small=True, batch=64),
+    Row("vgg16", small=True, batch=64),
     Row("gpt_scan", small=True, batch=64),
     Row("wide_resnet28_2", small=True, batch=64, size=16),
 )

@@ -76,12 +76,11 @@ class Written:
 
 def example_of(row: Row, variant: str = "plain") -> TrainingExample:
     """The training step of a row, with the checkpoints that a variant puts into the network."""
-    policy = getattr(jax.checkpoint_policies, variant) if variant in POLICIES else None
 
     def checkpointed(kind: type[nn.Module]) -> Callable[..., nn.Module]:
-        return lambda **fields: _Checkpointed(kind(**fields), policy)
+        return lambda **fields: _Checkpointed(kind(**fields), getattr(jax.checkpoint_policies, variant))
 
-    wrap, remat = checkpointed if policy else None, variant == "nn.remat"
+    wrap, remat = checkpointed if variant in POLICIES else None, variant == "nn.remat"
     return make_example(row.network, batch=row.batch, size=row.size, small=row.small, remat=remat, wrap=wrap)
 
 
