@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import remat_opt
-from benchmarks.tables import Row
-from benchmarks.variants import POLICIES, example_of
+from benchmarks.tables import POLICIES, Row
+from benchmarks.variants import example_of
 
 _OURS, _OTHERS = "#1f6fb4", "#c1622d"
 

@@ -30,13 +30,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 from benchmarks.markdown import to_markdown
 from benchmarks.results_file import RESULTS, Results, file_of, keep, load
 from benchmarks.row import Request
-from benchmarks.tables import TABLES, Row
+from benchmarks.tables import TABLES, VARIANTS, Row
 
-# As in `benchmarks.variants`, which imports JAX: this process only waits.
-DEFAULT_VARIANTS = (
-    *("plain", "nn.remat", "ours", "chen", "nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable"),
-    *("everything_saveable", "ours@nn.remat", "ours@0.5", "ours@0.3"),
-)
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -203,7 +198,7 @@ def main() -> None:
     parser.add_argument("table", choices=sorted(TABLES))
     parser.add_argument("--target", default="cpu", help="cpu, h200, v5e, …")
     parser.add_argument("--rows", help="networks, with commas between them; default: all")
-    parser.add_argument("--variants", default=",".join(DEFAULT_VARIANTS), help="with commas; default: %(default)s")
+    parser.add_argument("--variants", default=",".join(VARIANTS), help="with commas; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="on the CPU: time so many steps of each")
     parser.add_argument("--time-limit", type=float, default=7200.0, help="seconds for one row; default: %(default).0f")

@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax
 
 import remat_opt
-from benchmarks.tables import Row
+from benchmarks.tables import POLICIES, VARIANTS, Row
 from remat_opt.examples import TrainingExample, make_example
 from remat_opt.plan import Plan
 from remat_opt.program import compat
@@ -26,17 +26,6 @@ from remat_opt.targets import CompilationOutOfMemory, Figures, measure_flat, res
 from remat_opt.targets.options import compiler_options_for
 from remat_opt.version import __version__
 from tests.flop_walk import flops_of
-
-POLICIES = (
-    "nothing_saveable",
-    "dots_saveable",
-    "dots_with_no_batch_dims_saveable",
-    "everything_saveable",
-)
-"""Of `jax.checkpoint_policies`; the others save or offload what has been named."""
-
-BUDGETS = ("ours@nn.remat", "ours@0.5", "ours@0.3")
-VARIANTS = ("plain", "nn.remat", "ours", "chen", *POLICIES, *BUDGETS)
 
 
 class _Checkpointed(nn.Module):
