@@ -61,9 +61,10 @@ def draw_frontier(
     mine, others = _points(results, True), _points(results, False)
     axes.plot(*_axes_of(mine), "o", color=_OURS, label="ours, compiled")
     axes.plot(*_axes_of(others), "s", color=_OTHERS, label="other methods, compiled")
-    for name, (extra, size) in others.items():
-        short = name.removesuffix("_saveable")
-        axes.annotate(short, (extra, size), xytext=(4, 4), textcoords="offset points", fontsize=8)
+    widest = max([*flops, *_axes_of(others)[0], 1.0])
+    for names, extra, size in _labels(others, 0.1 * widest, 0.05 * max(sizes)):
+        offset, side = ((-6, 4), "right") if extra > 0.5 * widest else ((6, 4), "left")
+        axes.annotate(names, (extra, size), xytext=offset, textcoords="offset points", fontsize=8, ha=side)
     axes.set_xlabel("extra FLOPs (% of the plain step)")
     axes.set_ylabel("temporary memory (MB)")
     axes.set_ylim(bottom=0)
@@ -83,7 +84,21 @@ def _points(results: Mapping[str, Mapping[str, Any]], ours: bool) -> dict[str, t
 
 
 def _label(name: str) -> str:
-    return f"policy {name}" if name in POLICIES else name
+    short = name.removesuffix("_saveable").replace("dots_with_no_batch_dims", "dots, no batch")
+    return f"policy {short}" if name in POLICIES else name
+
+
+def _labels(points: Mapping[str, tuple[float, float]], wide: float, high: float) -> list[tuple[str, float, float]]:
+    """The names of the points with their places, those of points that lie close to each other in one."""
+    labels: list[tuple[str, float, float]] = []
+    for name, (extra, size) in points.items():
+        for place, (names, x, y) in enumerate(labels):
+            if abs(extra - x) < wide and abs(size - y) < high:
+                labels[place] = (f"{names}; {name}", x, y)
+                break
+        else:
+            labels.append((name, extra, size))
+    return labels
 
 
 def _axes_of(points: Mapping[str, tuple[float, float]]) -> tuple[list[float], list[float]]:

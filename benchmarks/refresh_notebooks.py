@@ -6,6 +6,7 @@ The tests run them with smaller sizes, which replace the cell that is tagged "si
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 from pathlib import Path
 
@@ -33,7 +34,7 @@ def execute(notebook: NotebookNode, sizes: str | None = None) -> NotebookNode:
         nbclient.exceptions.CellExecutionError: a cell raised.
         ValueError: there is not one cell with that tag.
     """
-    notebook = nbformat.from_dict(notebook)
+    notebook = copy.deepcopy(notebook)
     tagged = [cell for cell in notebook.cells if "sizes" in cell.metadata.get("tags", [])]
     if len(tagged) != 1:
         raise ValueError(f'expected one cell with the tag "sizes", found {len(tagged)}')
