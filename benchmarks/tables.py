@@ -7,7 +7,17 @@ from dataclasses import dataclass
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
 """Of `jax.checkpoint_policies`; the others save or offload what has been named."""
 
-VARIANTS = ("plain", "nn.remat", "chen", *POLICIES, "ours", "ours@nn.remat", "ours@0.5", "ours@0.3")
+VARIANTS = (
+    "plain",
+    "nn.remat",
+    "chen",
+    *POLICIES,
+    "ours",
+    "ours@nn.remat",
+    "ours@dots_saveable",
+    "ours@0.5",
+    "ours@0.3",
+)
 """The columns, see `benchmarks.variants`."""
 
 

@@ -14,6 +14,7 @@ from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
 from benchmarks.refresh_readme import results_table
 from benchmarks.results_file import RESULTS, file_of, keep, load
 from benchmarks.row import Request
+from benchmarks.step_time import time_variants
 from benchmarks.tables import FENG_HUANG, POLICIES, SMALL, TABLES, Row
 from remat_opt.examples import EXAMPLES
 
@@ -98,6 +99,14 @@ def test_a_variant_that_fails_is_told_and_the_next_are_measured() -> None:
     assert found["plain"]["temp_bytes"] > 0
     assert run.missing_of(row, ["theirs", "plain"], {row.key: found}, again=False) == ["theirs"]
     assert run.missing_of(row, ["theirs", "plain"], {row.key: found}, again=True) == ["theirs", "plain"]
+
+
+def test_steps_are_timed_in_turns() -> None:
+    row = next(row for row in SMALL if row.network == "gpt_scan")
+    ratios = time_variants(row, ["nn.remat"], {}, 1)
+    assert list(ratios) == ["plain", "nn.remat"]
+    assert ratios["plain"] == 1.0
+    assert ratios["nn.remat"] > 0.0
 
 
 def test_a_process_that_dies_is_a_failed_variant(monkeypatch: pytest.MonkeyPatch) -> None:
