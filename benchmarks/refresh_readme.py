@@ -1,4 +1,7 @@
-"""Run the demo and put its figures into README.md: `python benchmarks/refresh_readme.py`, a minute or two.
+"""Put the figures into README.md: those of the demo, which runs for a minute or two, and those of the kept results.
+
+    python -m benchmarks.refresh_readme
+    python -m benchmarks.refresh_readme --results    # the table of `benchmarks/results/` alone; nothing runs
 
 Every figure in the README stands between two comments, `<!-- NAME -->` and `<!-- end NAME -->`; this script writes what
 is between them, and nothing else.
@@ -6,15 +9,22 @@ is between them, and nothing else.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.markdown import cut_of
+from benchmarks.results_file import Results, file_of, load
+from benchmarks.tables import TABLES, Row
+from remat_opt.examples import EXAMPLES
 from remat_opt.report.units import format_bytes, format_change
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -55,6 +65,52 @@ def _fall(plain: dict[str, Any], optimised: dict[str, Any], name: str) -> str:
     return f"{format_bytes(before)} → {format_bytes(after)} ({format_change(after, before)})"
 
 
+def results_table() -> str:
+    """The papers' tables for an H200 as they are kept, the rows that have both a plain and an optimised figure."""
+    shown = {
+        row: results
+        for table in ("feng_huang", "chen")
+        for row, results in _measured(TABLES[table], load(file_of(table, "h200")))
+    }
+    cuts = {row: cut_of(results) or 0.0 for row, results in shown.items()}
+    theirs = [row for row in TABLES["feng_huang"] if row in shown]
+    versions = sorted({result["jax_version"] for results in shown.values() for result in (results["ours"],)})
+    lines = [
+        "| network, batch | plain | `nn.remat` by hand | remat_opt | cut | extra FLOPs | the paper's cut | its MB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+        *(_results_row(row, results) for row, results in shown.items()),
+        "",
+        f"Temporary memory in MB, as XLA reports it for an NVIDIA H200 (jax {', '.join(versions)}; the device need not "
+        "be there, so kernels are not tuned): float32, SGD with momentum, state donated, the batches and sizes of the "
+        f"papers. Over the {len(theirs)} networks of Feng & Huang the mean cut is "
+        f"{statistics.mean(cuts[row] for row in theirs):.0%}, the paper's "
+        f"{statistics.mean(row.published.cut for row in theirs if row.published):.0%}. FLOPs are counted apart from "
+        "the package; the papers give about 30 to 55 % more time. Make any row again with `python -m benchmarks.run "
+        "feng_huang --target h200 --rows resnet50 --again`; all variants and targets are in "
+        "[benchmarks/results](benchmarks/results).",
+    ]
+    return "\n".join(lines)
+
+
+def _measured(rows: Sequence[Row], results: Results) -> list[tuple[Row, dict[str, Any]]]:
+    found = [(row, results.get(row.key, {})) for row in rows]
+    return [(row, results) for row, results in found if cut_of(results) is not None]
+
+
+def _results_row(row: Row, results: Mapping[str, Any]) -> str:
+    plain, by_hand, ours = (results.get(name, {}).get("temp_bytes") for name in ("plain", "nn.remat", "ours"))
+    published = row.published
+    cells = [
+        f"{row.network}, {EXAMPLES[row.network].batch}",
+        *("–" if size is None else f"{size / 1e6:.0f}" for size in (plain, by_hand, ours)),
+        f"{cut_of(dict(results)):.0%}",
+        f"{results['ours']['extra_flops']:.0%}",
+        f"{published.cut:.0%}" if published else "–",
+        f"{published.optimized_mb:.0f}" if published and published.optimized_mb else "–",
+    ]
+    return "| " + " | ".join(cells) + " |"
+
+
 def fenced(text: str) -> str:
     """Text as a block of a Markdown file, without spaces at the ends of lines."""
     lines = [line.rstrip() for line in text.strip("\n").split("\n")]
@@ -77,15 +133,20 @@ def replace_region(document: str, name: str, content: str) -> str:
 
 
 def main() -> None:
-    """Run the demo and rewrite the README."""
+    """Run the demo, unless it is not wanted, and rewrite the README."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", action="store_true", help="the kept results only, without running the demo")
+    only_results = parser.parse_args().results
     document = README.read_text(encoding="utf-8")
-    for name in ("headline", "demo", "explain"):
+    for name in ("headline", "demo", "explain", "results"):
         replace_region(document, name, "")  # a comment that is missing is told before the demo runs
-    shown, figures = run_demo()
-    tables, _, explanation = shown.partition("\nPlan for target")
-    document = replace_region(document, "headline", headline(figures))
-    document = replace_region(document, "demo", fenced(tables))
-    document = replace_region(document, "explain", fenced("Plan for target" + explanation))
+    document = replace_region(document, "results", results_table())
+    if not only_results:
+        shown, figures = run_demo()
+        tables, _, explanation = shown.partition("\nPlan for target")
+        document = replace_region(document, "headline", headline(figures))
+        document = replace_region(document, "demo", fenced(tables))
+        document = replace_region(document, "explain", fenced("Plan for target" + explanation))
     README.write_text(document, encoding="utf-8")
     print(f"wrote {README}")
 

@@ -1,0 +1,105 @@
+"""Pictures of one row: memory over the step before and after, and memory against FLOPs."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import remat_opt
+from benchmarks.tables import POLICIES, Row
+from benchmarks.variants import example_of
+
+_OURS, _OTHERS = "#1f6fb4", "#c1622d"
+
+
+def draw_row(row: Row, target: str, results: Mapping[str, Mapping[str, Any]], folder: Path) -> list[Path]:
+    """Draw a row's two pictures; it is planned again, nothing is compiled.
+
+    Args:
+        row: the network.
+        target: name of the target.
+        results: of the row's variants, whose compiled figures become points.
+        folder: to write to.
+
+    Returns:
+        The files: `<network>_<target>_step.png` and `<network>_<target>_frontier.png`.
+    """
+    example = example_of(row)
+    folder.mkdir(parents=True, exist_ok=True)
+    step, frontier = (folder / f"{row.network}_{target}_{name}.png" for name in ("step", "frontier"))
+    optimized = remat_opt.optimize(
+        example.train_step, target=target, verify=False, donate_argnums=example.donate_argnums
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", remat_opt.RematWarning)
+        optimized.explain(*example.abstract_args).save(step)
+    found = remat_opt.frontier(optimized, *example.abstract_args, target=target)
+    draw_frontier(f"{row.network} on {target}", found, results, frontier)
+    return [step, frontier]
+
+
+def draw_frontier(
+    title: str, frontier: remat_opt.Frontier, results: Mapping[str, Mapping[str, Any]], path: Path
+) -> None:
+    """Draw memory (MB) against extra FLOPs (%): the predicted frontier, and what was compiled as points.
+
+    Args:
+        title: of the picture.
+        frontier: ours, as predicted.
+        results: of `benchmarks.variants.measure_variant`, by variant; those without a figure are left out.
+        path: of the PNG.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=100)
+    axes = figure.add_subplot()
+    flops = [100 * point.extra_flops / point.plan.predicted.flops for point in frontier]
+    sizes = [point.peak_bytes / 1e6 for point in frontier]
+    axes.step(flops, sizes, where="post", color=_OURS, alpha=0.5, label="our frontier, predicted")
+    mine, others = _points(results, True), _points(results, False)
+    axes.plot(*_axes_of(mine), "o", color=_OURS, label="ours, compiled")
+    axes.plot(*_axes_of(others), "s", color=_OTHERS, label="other methods, compiled")
+    widest = max([*flops, *_axes_of(others)[0], 1.0])
+    for names, extra, size in _labels(others, 0.1 * widest, 0.05 * max(sizes)):
+        offset, side = ((-6, 4), "right") if extra > 0.5 * widest else ((6, 4), "left")
+        axes.annotate(names, (extra, size), xytext=offset, textcoords="offset points", fontsize=8, ha=side)
+    axes.set_xlabel("extra FLOPs (% of the plain step)")
+    axes.set_ylabel("temporary memory (MB)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    figure.savefig(path)
+
+
+def _points(results: Mapping[str, Mapping[str, Any]], ours: bool) -> dict[str, tuple[float, float]]:
+    """Extra FLOPs (%) and memory (MB) of the variants that were compiled: ours, or all others."""
+    return {
+        _label(name): (100 * found["extra_flops"], found["temp_bytes"] / 1e6)
+        for name, found in results.items()
+        if "temp_bytes" in found and name.startswith("ours") == ours
+    }
+
+
+def _label(name: str) -> str:
+    short = name.removesuffix("_saveable").replace("dots_with_no_batch_dims", "dots, no batch")
+    return f"policy {short}" if name in POLICIES else name
+
+
+def _labels(points: Mapping[str, tuple[float, float]], wide: float, high: float) -> list[tuple[str, float, float]]:
+    """The names of the points with their places, those of points that lie close to each other in one."""
+    labels: list[tuple[str, float, float]] = []
+    for name, (extra, size) in points.items():
+        for place, (names, x, y) in enumerate(labels):
+            if abs(extra - x) < wide and abs(size - y) < high:
+                labels[place] = (f"{names}; {name}", x, y)
+                break
+        else:
+            labels.append((name, extra, size))
+    return labels
+
+
+def _axes_of(points: Mapping[str, tuple[float, float]]) -> tuple[list[float], list[float]]:
+    return [extra for extra, _ in points.values()], [size for _, size in points.values()]

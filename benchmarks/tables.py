@@ -1,0 +1,130 @@
+"""The tables that `python -m benchmarks.run` makes: their rows, and what the sources say of the same networks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
+"""Of `jax.checkpoint_policies`; the others save or offload what has been named."""
+
+VARIANTS = (
+    "plain",
+    "nn.remat",
+    "chen",
+    *POLICIES,
+    "ours",
+    "ours@nn.remat",
+    "ours@dots_saveable",
+    "ours@0.5",
+    "ours@0.3",
+)
+"""The columns, see `benchmarks.variants`."""
+
+
+@dataclass(frozen=True)
+class Published:
+    """A source's own figures of a row.
+
+    Attributes:
+        plain_mb: memory without weights of the plain step, MB; None where the source gives a ratio only.
+        optimized_mb: the same of its own method; None likewise.
+        cut: the part of the memory that it saves.
+        extra_time: what that costs, as a part of the plain step's time; None where it does not say.
+    """
+
+    cut: float
+    plain_mb: float | None = None
+    optimized_mb: float | None = None
+    extra_time: float | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One network of `remat_opt.examples`, by default at its source's batch and size of input.
+
+    Attributes:
+        network: one of `remat_opt.examples.EXAMPLES`.
+        batch: examples in a batch; None for the source's.
+        size: of an input, see `remat_opt.examples.Task`; None for the source's.
+        small: the network's small twin, which compiles in seconds.
+        published: the source's figures.
+    """
+
+    network: str
+    batch: int | None = None
+    size: int | None = None
+    small: bool = False
+    published: Published | None = None
+
+    @property
+    def key(self) -> str:
+        """Its name in the results."""
+        given = [f"{name}={value}" for name, value in (("batch", self.batch), ("size", self.size)) if value]
+        return " ".join([self.network, *(["small"] if self.small else []), *given])
+
+
+def _feng_huang(network: str, plain: int, theirs: int, cut: int, time: int) -> Row:
+    return Row(network, published=Published(cut / 100, plain, theirs, time / 100))
+
+
+# Feng & Huang, table of their repository: batches and sizes are those of the examples.
+FENG_HUANG = (
+    _feng_huang("alexnet", 4955, 3287, 34, 34),
+    _feng_huang("vgg11", 3577, 2781, 22, 34),
+    _feng_huang("vgg13", 5136, 3565, 31, 33),
+    _feng_huang("vgg16", 5136, 3565, 31, 32),
+    _feng_huang("vgg19", 5189, 3565, 31, 33),
+    _feng_huang("resnet18", 5635, 3677, 35, 30),
+    _feng_huang("resnet34", 4079, 1838, 55, 35),
+    _feng_huang("resnet50", 5323, 1973, 63, 31),
+    _feng_huang("resnet101", 3934, 1024, 74, 35),
+    _feng_huang("resnet152", 2767, 526, 81, 37),
+    _feng_huang("densenet121", 4027, 898, 78, 34),
+    _feng_huang("densenet161", 3751, 666, 82, 36),
+    _feng_huang("densenet169", 4862, 897, 82, 32),
+    _feng_huang("densenet201", 3146, 474, 85, 53),
+    _feng_huang("inception_v3", 3074, 881, 71, 29),
+    _feng_huang("nasnet", 5832, 1129, 81, 31),
+    _feng_huang("amoebanet", 4944, 1058, 79, 36),
+    _feng_huang("darts", 5627, 1115, 80, 55),
+)
+
+# Chen et al., section 5: 48 → 7 GB, and "more than 4×".
+CHEN = (
+    Row("resnet1001", published=Published(1 - 1 / 6.9, 48_000, 7_000, 0.30)),
+    Row("lstm", published=Published(0.75, extra_time=0.30)),
+    Row("lstm_scan", published=Published(0.75, extra_time=0.30)),
+)
+
+TRANSFORMERS = (
+    *(Row(network) for network in ("gpt", "gpt_scan", "gpt2", "gpt2_scan", "vit_b16", "vit_b16_scan")),
+    *(Row(network) for network in ("transformer_base", "transformer_big", "dynamicconv_iwslt", "dynamicconv_wmt")),
+)
+
+OTHERS = tuple(
+    Row(network)
+    for network in ("wide_resnet28_2", "wide_resnet28_10", "resnet200", "unet", "randwire_small", "randwire_regular")
+)
+
+# Seconds on the CPU: what continuous integration repeats.
+SMALL = (
+    Row("vgg16", small=True, batch=64),
+    Row("gpt_scan", small=True, batch=64),
+    Row("wide_resnet28_2", small=True, batch=64, size=16),
+)
+
+TABLES: dict[str, tuple[Row, ...]] = {
+    "feng_huang": FENG_HUANG,
+    "chen": CHEN,
+    "transformers": TRANSFORMERS,
+    "others": OTHERS,
+    "small": SMALL,
+}
+
+TITLES = {
+    "feng_huang": "The table of Feng & Huang",
+    "chen": "The networks of Chen et al.",
+    "transformers": "Transformers, as loops over their layers and written out",
+    "others": "Other networks",
+    "small": "Small networks, repeated by the tests",
+}

@@ -1,0 +1,165 @@
+"""The benchmarks: small rows made again and compared with the kept ones, resuming, and what the tables say."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from benchmarks import run, variants
+from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
+from benchmarks.refresh_readme import results_table
+from benchmarks.results_file import RESULTS, file_of, keep, load
+from benchmarks.row import Request
+from benchmarks.step_time import time_variants
+from benchmarks.tables import FENG_HUANG, POLICIES, SMALL, TABLES, Row
+from remat_opt.examples import EXAMPLES
+
+KEPT = load(file_of("small", "cpu"))
+
+
+@pytest.mark.parametrize("row", SMALL, ids=lambda row: row.network)
+def test_small_rows_come_out_as_they_are_kept(row: Row, tmp_path: Path) -> None:
+    wanted = ["plain", "nn.remat", "ours"]
+    found = run.run_table("small", "cpu", [row], wanted, folder=tmp_path)[row.key]
+    assert list(found) == wanted
+    for variant in wanted:
+        now, kept = found[variant], KEPT[row.key][variant]
+        if kept["jax_version"] == jax.__version__:
+            assert now["temp_bytes"] == pytest.approx(kept["temp_bytes"], rel=0.01), variant
+            assert now["physical_peak_bytes"] == pytest.approx(kept["physical_peak_bytes"], rel=0.01), variant
+        assert now["extra_flops"] == pytest.approx(kept["extra_flops"], abs=0.01), variant
+    assert found["ours"]["temp_bytes"] < 0.8 * found["plain"]["temp_bytes"]
+    assert found["ours"]["temp_bytes"] < 1.05 * found["nn.remat"]["temp_bytes"]
+    # Taken up again, there is nothing left to do.
+    told: list[str] = []
+    run.run_table("small", "cpu", [row], wanted, folder=tmp_path, tell=lambda text, done: told.append(text))
+    assert told == []
+    assert "## Extra FLOPs" in file_of("small", "cpu", tmp_path).with_suffix(".md").read_text(encoding="utf-8")
+
+
+def test_the_predicted_flops_of_the_kept_rows_are_those_counted_apart() -> None:
+    kept = load(file_of("feng_huang", "h200"))
+    assert len(kept) == 18
+    for key, results in kept.items():
+        ours = results["ours"]
+        # The walk counts an operation an element for concatenations and pads, too: 2.5 points in DARTS.
+        assert ours["extra_flops"] == pytest.approx(ours["predicted_extra_flops"], abs=0.03), key
+
+
+def test_the_command_says_what_it_does_not_know() -> None:
+    command = [sys.executable, "-m", "benchmarks.run", "feng_huang", "--rows", "resnet51"]
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=RESULTS.parent.parent, check=False)
+    assert ran.returncode == 2
+    assert "expected rows of feng_huang (alexnet" in ran.stderr
+
+
+def test_rows_name_examples_once() -> None:
+    for rows in TABLES.values():
+        assert {row.network for row in rows} <= set(EXAMPLES)
+        assert len({row.key for row in rows}) == len(rows)
+    assert len(FENG_HUANG) == 18
+    published = [row.published for row in FENG_HUANG if row.published]
+    # Their percentages are of their own MB.
+    assert all(abs(1 - p.optimized_mb / p.plain_mb - p.cut) < 0.01 for p in published if p.plain_mb and p.optimized_mb)
+
+
+def test_the_policies_are_those_of_jax() -> None:
+    assert all(hasattr(jax.checkpoint_policies, policy) for policy in POLICIES)
+
+
+def test_a_policy_round_the_network_is_in_the_step() -> None:
+    row = SMALL[0]
+    flops = {
+        name: variants.count_flops(variants.write(row, name, "cpu", {}))
+        for name in ("plain", "nothing_saveable", "everything_saveable")
+    }
+    assert flops["nothing_saveable"] > 1.2 * flops["plain"]
+    assert flops["everything_saveable"] < 1.02 * flops["plain"]
+
+
+def test_a_budget_may_be_that_of_another_variant() -> None:
+    row, known = SMALL[0], {"nn.remat": {"physical_peak_bytes": 10**12}}
+    written = variants.write(row, "ours@nn.remat", "cpu", known)
+    assert written.plan is not None
+    assert written.plan.budget == 10**12
+    with pytest.raises(ValueError, match=r"expected a fraction.*'chen'; measure it first"):
+        variants.write(row, "ours@chen", "cpu", known)
+    with pytest.raises(ValueError, match=r"unknown variant 'theirs'; known are plain, nn\.remat"):
+        variants.write(row, "theirs", "cpu", known)
+
+
+def test_a_variant_that_fails_is_told_and_the_next_are_measured() -> None:
+    row = SMALL[0]
+    request = Request("small", row.key, "cpu", ["theirs", "plain"], {})
+    found = {message["variant"]: message["result"] for message in run.run_apart(request, 300) if "result" in message}
+    assert found["theirs"]["error"].startswith("ValueError: unknown variant")
+    assert found["plain"]["temp_bytes"] > 0
+    assert run.missing_of(row, ["theirs", "plain"], {row.key: found}, again=False) == ["theirs"]
+    assert run.missing_of(row, ["theirs", "plain"], {row.key: found}, again=True) == ["theirs", "plain"]
+
+
+def test_steps_are_timed_in_turns() -> None:
+    row = next(row for row in SMALL if row.network == "gpt_scan")
+    ratios = time_variants(row, ["nn.remat"], {}, 1)
+    assert list(ratios) == ["plain", "nn.remat"]
+    assert ratios["plain"] == 1.0
+    assert ratios["nn.remat"] > 0.0
+
+
+def test_a_process_that_dies_is_a_failed_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = Request("small", SMALL[0].key, "cpu", ["plain"], {})
+    monkeypatch.setattr(sys, "executable", "false")
+    assert [message["result"] for message in run.run_apart(request, 300)] == [
+        {"error": "its process died: it said nothing"}
+    ]
+
+
+def test_a_row_that_takes_too_long_is_ended() -> None:
+    request = Request("small", SMALL[0].key, "cpu", ["plain"], {})
+    assert [message["result"] for message in run.run_apart(request, 0.2)] == [{"error": "took more than 0 s"}]
+
+
+def made(temp: float, flops: float = 0.0, **more: Any) -> dict[str, Any]:
+    return {"temp_bytes": temp, "physical_peak_bytes": temp, "extra_flops": flops, "jax_version": "1", **more}
+
+
+def test_the_table_compares_with_the_published_figures(tmp_path: Path) -> None:
+    rows = FENG_HUANG[:2]  # AlexNet, 34 % and 3287 MB; VGG-11, 22 % and 2781 MB
+    file = tmp_path / "table.json"
+    keep(file, rows, "vgg11", "plain", made(4000e6))
+    keep(file, rows, "vgg11", "ours", made(3000e6, 0.1))
+    keep(file, rows, "alexnet", "plain", made(4000e6))
+    keep(file, rows, "alexnet", "broken", {"error": "ValueError: no"})
+    results = keep(file, rows, "alexnet", "ours", made(3000e6, 0.3, predicted_peak_bytes=2400e6))
+    assert list(results) == ["alexnet", "vgg11"]
+    assert json.loads(file.read_text(encoding="utf-8")) == results
+    assert cut_of(results["alexnet"]) == pytest.approx(0.25)
+    text = to_markdown("feng_huang", "h200", rows, results)
+    assert "saves 25% on average over 2 of 2 rows" in text
+    assert "A cut at least as large as the published one in 1 of 2 rows" in text
+    assert "Less memory than the published one, in MB, in 1 of 2 rows" in text
+    assert "20% on average, 30% at most" in text
+    assert "- alexnet, broken: ValueError: no" in text
+    assert "| alexnet | 3000 | 2400 | -20% | 25% |" in text
+
+
+def test_what_lies_below_our_frontier() -> None:
+    results = {"plain": made(100), "ours": made(20, 0.3), "ours@0.5": made(50, 0.1)}
+    others = {
+        "nothing_saveable": made(60, 0.1),  # above our frontier
+        "nn.remat": made(20, 0.3),  # the same as one of ours
+        "dots_saveable": made(50, 0.05),  # fewer FLOPs than any of ours in so little memory
+        "everything_saveable": made(10, 0.4),  # less memory than any of ours
+        "chen": made(5, 0.0),  # our own writer
+    }
+    assert below_our_frontier({**results, **others}) == ["dots_saveable", "everything_saveable"]
+
+
+def test_the_readmes_table_is_made_from_the_kept_results() -> None:
+    table = results_table()
+    readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
+    assert f"<!-- results -->\n{table}\n<!-- end results -->" in readme
