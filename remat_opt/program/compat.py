@@ -108,6 +108,20 @@ def bind_remat(jaxpr: Any, inputs: Sequence[Any], through_barrier: Sequence[bool
     )
 
 
+def covered_by_barrier(params: dict[str, Any], count: int) -> tuple[bool, ...]:
+    """Which inputs of a `remat_p` equation its lowering takes through the `optimization_barrier`."""
+    prevents = params["prevent_cse"]
+    if not params["differentiated"]:
+        return (False,) * count
+    return tuple(prevents) if isinstance(prevents, tuple) else (bool(prevents),) * count
+
+
+def expands_barriers(platform: str) -> bool:
+    """Whether a platform's compiler takes barriers away before it merges equal work, so that a checkpoint saves nothing
+    (JAX issue 19822: the CPU's, before jax 0.12; `targets/options.py` keeps it from doing so)."""
+    return platform == "cpu" and jax.__version_info__ < (0, 12)
+
+
 def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
     """Evaluate one equation on values or tracers; always a list of outputs."""
     outputs = primitive.bind(*inputs, **primitive.get_bind_params(params))

@@ -1,0 +1,246 @@
+"""A flat program as a platform's compiler runs it: what it makes of each equation, which values it stores, in which order.
+
+The planner's own graph (`build.py`) is of a program that is still to be written: it has the order of a schedule, and
+the freedom of a search. Here a program is given as it is lowered, plain or written by us; the compiler reads it, knows
+dependencies but no order, and its rules decide what is live when. Each rule below is one of an operation or a backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import primitives as P
+
+from remat_opt.graph import ordering
+from remat_opt.graph.build import (
+    CONTRACTION,
+    ELEMENTWISE,
+    MOVES,
+    REDUCTION,
+    aliases_of,
+    is_constant,
+    kind_of,
+    named,
+    op_of,
+    workspace_of_loops,
+)
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.fusion import fuse
+from remat_opt.graph.fusion_loops import fuse_loops
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
+from remat_opt.graph.workspaces import SPLITTING, bytes_of, cpu_conv_copies, partial_products, workspace_of
+from remat_opt.program import compat
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.masks import is_zero
+
+# What XLA's CPU compiler takes for too much arithmetic to be done twice.
+_DEAR = named(
+    "acos acosh asin asinh atan atan2 atanh cbrt cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt sinh "
+    "sqrt tanh"
+)
+_DIVISIONS = named("div rem")
+_PRODUCTS = named("mul square")
+
+
+def compiled(
+    program: Program,
+    rates: Rates,
+    donated: tuple[bool, ...] = (),
+    *,
+    platform: str = "",
+    saving_memory: bool = False,
+) -> Graph:
+    """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
+
+    Args:
+        program: as it is lowered.
+        rates: FLOP/s and bytes/s of the target.
+        donated: for each input of the program whether its buffer may be reused.
+        platform: "cpu", "cuda" or "tpu".
+        saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
+    """
+    reader = _Reader(program, rates, platform)
+    unfused = reader.read(donated)
+    graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused)).graph
+    order = ordering.order_of(graph, platform, saving_memory)
+    return dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+
+
+def peak_of(graph: Graph) -> int:
+    """Bytes of temporary memory of a step that runs its ops in the graph's order."""
+    return simulate(graph, save_everything(graph)).peak if graph.ops else 0
+
+
+class _Reader:
+    """Equations as the ops of a compiler."""
+
+    def __init__(self, program: Program, rates: Rates, platform: str):
+        self.program = program
+        self.rates = rates
+        self.platform = platform
+        self.sizes = [bytes_of(aval) for aval in program.avals]
+        self.ops: list[Op] = []
+        self.equations: list[Equation] = []  # of each op
+        self.constants: dict[int, int] = {}
+        self.same: dict[int, tuple[int, int]] = {}  # for what comes out of a barrier the buffer, and the barrier's token
+        self.copies: dict[tuple, int] = {}
+
+    def read(self, donated: tuple[bool, ...]) -> Graph:
+        program = self.program
+        for index, equation in enumerate(program.equations):
+            if is_constant(equation, self.constants):
+                self.constants.update(dict.fromkeys(equation.outputs, index))
+            elif equation.primitive is compat.barrier_p:
+                self.barrier(equation)
+            else:
+                for op in self.ops_of(equation):
+                    self.ops.append(op)
+                    self.equations.append(equation)
+        if self.platform == "cpu":
+            self.multiply_in_reductions()
+        if self.platform in SHARING_ZEROS:
+            self.share_zeros()
+        aliases = {output: given for given, output in aliases_of(program, donated, self.constants)}
+        outputs = dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in self.constants)
+        return Graph(
+            sizes=tuple(self.sizes),
+            ops=tuple(self.ops),
+            inputs=(*program.inputs, *(value for value, _ in program.constants)),
+            outputs=tuple(dict.fromkeys(self.buffer(value) for value in outputs)),
+            aliases=tuple({self.buffer(output): (given, self.buffer(output)) for output, given in aliases.items()}.values()),
+            constants=frozenset(self.constants),
+        )
+
+    def buffer(self, value: int) -> int:
+        return self.same[value][0] if value in self.same else value
+
+    def behind(self, inputs: Sequence[int]) -> tuple[int, ...]:
+        """Operands as buffers, with the tokens of the barriers behind which they are read."""
+        found: dict[int, None] = {}
+        for value in inputs:
+            found.update(dict.fromkeys(self.same.get(value, (value,))))
+        return tuple(found)
+
+    def barrier(self, equation: Equation) -> None:
+        """A barrier's results are its operands' buffers; who reads them runs after it."""
+        values = [x for x in equation.inputs if not isinstance(x, Constant) and x not in self.constants]
+        token = len(self.sizes)
+        self.sizes.append(0)
+        made = [token]
+        for x, output in zip(equation.inputs, equation.outputs, strict=True):
+            if isinstance(x, Constant) or x in self.constants:
+                made.append(output)
+            else:
+                self.same[output] = (self.buffer(x), token)
+        self.ops.append(Op(self.behind(values), tuple(made), kind=Kind.BARRIER, repeatable=False, name="barrier"))
+        self.equations.append(equation)
+
+    def ops_of(self, equation: Equation) -> Sequence[Op]:
+        program, platform = self.program, self.platform
+        op = op_of(program, equation, self.rates, self.constants)
+        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
+        loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
+        op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
+        if equation.primitive is P.dot_general_p and platform in SPLITTING:
+            operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+            space = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
+            return [dataclasses.replace(op, workspace=space)]
+        return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def on_the_cpu(self, equation: Equation, op: Op) -> Sequence[Op]:
+        if equation.primitive is P.concatenate_p:
+            return [dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)]  # copied by a routine of its own, never fused
+        if equation.primitive in CONTRACTION:
+            return self.by_library(equation, op)
+        return [dataclasses.replace(op, dear=is_dear(equation, self.program), of_buffers=op.kind is Kind.REDUCTION)]
+
+    def by_library(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A contraction as the CPU's library computes it: with the copies of its operands that it wants, as ops of their
+        own, which the compiler does as soon as it can and once for all who need the same; and for a number format that
+        it does not have with the rounding of its float32 result."""
+        ops: list[Op] = []
+        is_conv = equation.primitive is P.conv_general_dilated_p
+        numbers = equation.params["dimension_numbers"]
+        transposed = cpu_conv_copies(numbers) if is_conv else (False, False)
+        specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)) if is_conv else ((), ())
+        for operand, is_transposed, spec in zip(equation.inputs, transposed, specs, strict=False):
+            if isinstance(operand, Constant) or operand in self.constants:
+                continue
+            is_half = _is_half(self.program.avals[operand])
+            if not is_transposed and not is_half:
+                continue
+            key = (operand, spec if is_transposed else ())
+            if key not in self.copies:
+                self.copies[key] = len(self.sizes)
+                self.sizes.append(self.sizes[operand] * (2 if is_half else 1))
+                ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="copy"))
+            buffer = self.buffer(operand)
+            inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
+            op = dataclasses.replace(op, inputs=inputs, workspace=op.workspace - is_transposed * self.sizes[operand])
+        (result,) = op.outputs
+        if not _is_half(self.program.avals[result]):
+            return [*ops, op]
+        self.sizes.append(2 * self.sizes[result])
+        exact = dataclasses.replace(op, outputs=(len(self.sizes) - 1,))
+        return [*ops, exact, Op(exact.outputs, (result,), kind=Kind.ELEMENTWISE, name="round", dear=True)]
+
+    def multiply_in_reductions(self) -> None:
+        """The CPU's library computes the sum of a product, so that the product's operands are buffers and it is not."""
+        users: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for value in op.inputs:
+                users.setdefault(value, []).append(index)
+        for index, op in enumerate(self.ops):
+            readers = users.get(op.outputs[0], []) if op.outputs else []
+            if self.equations[index].primitive in _PRODUCTS and len(readers) == 1:
+                reader = self.ops[readers[0]]
+                if reader.kind is Kind.REDUCTION:
+                    self.ops[index] = dataclasses.replace(op, of_buffers=True)
+                    self.ops[readers[0]] = dataclasses.replace(reader, of_buffers=False)
+
+    def share_zeros(self) -> None:
+        """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
+
+        A rectifier's own zeros are fused; but the same broadcast is needed in memory later, so that the first kernel
+        that has it stores it.
+        """
+        first: dict[tuple, int] = {}
+        for index, equation in enumerate(self.equations):
+            if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
+                continue
+            aval = self.program.avals[equation.outputs[0]]
+            if equation.primitive is P.max_p and is_zero(equation.inputs[1]):
+                first.setdefault((aval.shape, aval.dtype), index)
+            elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
+                maker, zeros = first[aval.shape, aval.dtype], len(self.sizes)
+                self.sizes.append(bytes_of(aval))
+                self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(*self.ops[maker].outputs, zeros))
+                # The scatter's result takes their place.
+                before = self.ops[index - 1]
+                self.ops[index - 1] = dataclasses.replace(before, inputs=(*before.inputs, zeros))
+
+
+# Compilers that make one array of zeros of each shape that a scatter needs, for all who read zeros of that shape.
+SHARING_ZEROS = frozenset({"cuda", "rocm"})
+
+
+def is_dear(equation: Equation, program: Program) -> bool:
+    """Whether the CPU's compiler does an elementwise equation in one kernel only: it takes many instructions. So does
+    rounding to bfloat16, with which all arithmetic on such numbers ends, as the CPU computes them in float32."""
+    if not equation.outputs or equation.primitive not in ELEMENTWISE:
+        return False
+    dtype = program.avals[equation.outputs[0]].dtype
+    if equation.primitive in _DEAR:
+        return True
+    if equation.primitive in _DIVISIONS:
+        return not jnp.issubdtype(dtype, jnp.integer)
+    return dtype == jnp.bfloat16 and equation.primitive not in MOVES
+
+
+def _is_half(aval: Any) -> bool:
+    return aval.dtype in (jnp.bfloat16, jnp.float16)

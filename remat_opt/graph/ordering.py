@@ -1,0 +1,142 @@
+"""In which order a compiler runs the kernels of a step that says only which depends on which.
+
+A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's GPU compiler (and its CPU compiler, where it
+is asked to save memory) tries three orders and takes the one that needs least, `least_memory_orders`; its CPU compiler
+by itself takes the one in which most can run side by side, `breadth_first`. The names and rules are those of XLA's
+`hlo_memory_scheduler.cc`; sizes are those of the graph, so that an order is only as true as they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from remat_opt.graph.graph import Graph
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import Run, Schedule
+
+
+def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
+    """The order in which a platform's compiler runs a step's kernels."""
+    if platform == "cpu":
+        return least_memory(graph) if saving_memory else breadth_first(graph)
+    if platform in ("cuda", "rocm"):
+        return greedy(graph)
+    return tuple(range(len(graph.ops)))
+
+
+def breadth_first(graph: Graph) -> tuple[int, ...]:
+    """Every op as soon as what it reads is there, the longest waiting first."""
+    missing = [len(set(op.inputs)) for op in graph.ops]
+    queue: deque[tuple[int, int]] = deque((-1, index) for index, op in enumerate(graph.ops) if not op.inputs)
+    queue.extend((value, -1) for value in graph.inputs)
+    order: list[int] = []
+    while queue:
+        value, op = queue.popleft()
+        made: Sequence[int] = (value,) if op < 0 else graph.ops[op].outputs
+        if op >= 0:
+            order.append(op)
+        for result in made:
+            for user in graph.users[result]:
+                missing[user] -= 1
+                if not missing[user]:
+                    queue.append((-1, user))
+    return tuple(order)
+
+
+def greedy(graph: Graph) -> tuple[int, ...]:
+    """Of the ops that can run always the one that frees most, less what it makes (XLA's list scheduler)."""
+    uses = [len(users) for users in graph.users]
+    for value in graph.outputs:
+        uses[value] += 1
+    given = set(graph.inputs)
+    reads = [[v for v in dict.fromkeys(op.inputs) if v not in given] for op in graph.ops]
+    made = [sum(graph.sizes[value] for value in op.outputs) + op.workspace for op in graph.ops]
+    fan_out = [len({user for value in op.outputs for user in graph.users[value]}) for op in graph.ops]
+    missing = [len(values) for values in reads]
+
+    def gain(op: int) -> int:
+        return sum(graph.sizes[value] for value in reads[op] if uses[value] == 1) - made[op]
+
+    ready: list[tuple[int, int, int, int]] = []
+    best_of: dict[int, int] = {}
+    count = 0
+
+    def push(op: int) -> None:
+        nonlocal count
+        best_of[op] = gain(op)
+        count += 1
+        heapq.heappush(ready, (-best_of[op], -fan_out[op], -count, op))
+
+    for index in range(len(graph.ops)):
+        if not missing[index]:
+            push(index)
+    order: list[int] = []
+    done = [False] * len(graph.ops)
+    while ready:
+        lost, _, _, op = heapq.heappop(ready)
+        if done[op] or -lost != best_of[op]:
+            continue
+        done[op] = True
+        order.append(op)
+        for value in reads[op]:
+            uses[value] -= 1
+        for value in graph.ops[op].outputs:
+            for user in graph.users[value]:
+                missing[user] -= 1
+                if not missing[user]:
+                    push(user)
+        for value in reads[op]:
+            if uses[value] == 1:
+                for user in graph.users[value]:
+                    if not done[user] and user in best_of and not graph.ops[user].workspace and gain(user) != best_of[user]:
+                        push(user)
+    return tuple(order)
+
+
+def post_order(graph: Graph, first: Callable[[int], tuple] | None = None) -> tuple[int, ...]:
+    """What each result needs, depth first; with `first`, operands in the order of that key."""
+    order: list[int] = []
+    done = [False] * len(graph.ops)
+
+    def operands(op: int) -> list[int]:
+        makers = [m for m in dict.fromkeys(graph.producer[v] for v in graph.ops[op].inputs) if m >= 0]
+        return makers if first is None else sorted(makers, key=first)
+
+    roots = [m for m in dict.fromkeys(graph.producer[value] for value in graph.outputs) if m >= 0]
+    roots = roots if first is None else sorted(roots, key=first)
+    for root in (*roots, *range(len(graph.ops))):
+        stack = [(root, False)]
+        while stack:
+            op, is_ready = stack.pop()
+            if done[op]:
+                continue
+            if is_ready:
+                done[op] = True
+                order.append(op)
+                continue
+            stack.append((op, True))
+            stack.extend((maker, False) for maker in reversed(operands(op)) if not done[maker])
+    return tuple(order)
+
+
+def depth_first(graph: Graph) -> tuple[int, ...]:
+    """The same, operands with the most users behind them first, then the largest."""
+    extra = [0] * len(graph.ops)
+    sizes = [0] * len(graph.ops)
+    total = 0
+    for index, op in enumerate(graph.ops):
+        users = {user for value in op.outputs for user in graph.users[value]}
+        made = sum(graph.sizes[value] for value in op.outputs)
+        total += made
+        makers = {graph.producer[value] for value in op.inputs} - {-1}
+        extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers), len(graph.ops))
+        sizes[index] = min(made + sum(sizes[m] for m in makers), total)
+    return post_order(graph, lambda op: (-extra[op], -sizes[op], op))
+
+
+def least_memory(graph: Graph) -> tuple[int, ...]:
+    """Of the three orders the one with the least peak."""
+    orders = [greedy(graph), depth_first(graph), post_order(graph)]
+    return min(orders, key=lambda order: simulate(graph, Schedule((Run(order),))).peak)
