@@ -64,8 +64,7 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
     """
-    reader = _Reader(program, rates, platform)
-    unfused = reader.read(donated)
+    unfused = with_copies_of_donated(_Reader(program, rates, platform).read(donated))
     graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused)).graph
     order = ordering.order_of(graph, platform, saving_memory)
     return dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
@@ -101,6 +100,7 @@ class _Reader:
                 for op in self.ops_of(equation):
                     self.ops.append(op)
                     self.equations.append(equation)
+        self.fold_transposes()
         if self.platform == "cpu":
             self.multiply_in_reductions()
         if self.platform in SHARING_ZEROS:
@@ -157,6 +157,8 @@ class _Reader:
             return [dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)]  # copied by a routine of its own, never fused
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
+        if equation.primitive is P.select_and_scatter_add_p:
+            return self.by_windows(equation, op)
         return [dataclasses.replace(op, dear=is_dear(equation, self.program), of_buffers=op.kind is Kind.REDUCTION)]
 
     def by_library(self, equation: Equation, op: Op) -> Sequence[Op]:
@@ -188,6 +190,51 @@ class _Reader:
         self.sizes.append(2 * self.sizes[result])
         exact = dataclasses.replace(op, outputs=(len(self.sizes) - 1,))
         return [*ops, exact, Op(exact.outputs, (result,), kind=Kind.ELEMENTWISE, name="round", dear=True)]
+
+    def by_windows(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A max-pool's backward as the CPU's compiler expands it: arrays that hold each element's indices, a reduction of
+        each window to its maximum and that one's indices, zeros of the operand's size, and a scatter into them. All but
+        the last wait for nothing that is made in the backward pass, the indices and the zeros for nothing at all."""
+        source, operand = equation.inputs
+        if isinstance(source, Constant) or isinstance(operand, Constant):
+            return [op]
+        windows, elements = self.program.avals[source], self.program.avals[operand]
+        dimensions = sum(size > 1 for size in elements.shape)
+        ops: list[Op] = []
+        key = ("indices", elements.shape)
+        if key not in self.copies:
+            self.copies[key] = self.new(4 * elements.size * dimensions)
+            ops.append(Op((), (self.copies[key],), name="iota"))
+        zeros, found = self.new(bytes_of(elements)), self.new(bytes_of(windows) + 4 * windows.size * dimensions)
+        ops.append(Op((), (zeros,), name="zeros"))
+        ops.append(Op((*self.behind([operand]), self.copies[key]), (found,), name="reduce_window"))
+        return [*ops, dataclasses.replace(op, inputs=(*self.behind([source]), found, zeros), workspace=0)]
+
+    def new(self, size: int) -> int:
+        """A value that the compiler adds."""
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def fold_transposes(self) -> None:
+        """Put a product that is only transposed behind all other readers of its operands: compilers fold the transpose
+        into the product, which they write anew, as the last in the lists that their orders follow."""
+        users: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for value in op.inputs:
+                users.setdefault(value, []).append(index)
+        rank = [float(index) for index in range(len(self.ops))]
+        for index, op in enumerate(self.ops):
+            readers = users.get(op.outputs[0], []) if op.kind is Kind.CONTRACTION else []
+            if len(readers) != 1 or self.equations[readers[0]].primitive is not P.transpose_p:
+                continue
+            (transposed,) = self.ops[readers[0]].outputs
+            needed = min(users.get(transposed, [len(self.ops)]))
+            others = [user for value in op.inputs for user in users[value] if user < needed]
+            rank[index] = max(others) + 0.5
+            rank[readers[0]] = max(others) + 0.75
+        order = sorted(range(len(self.ops)), key=rank.__getitem__)
+        self.ops = [self.ops[index] for index in order]
+        self.equations = [self.equations[index] for index in order]
 
     def multiply_in_reductions(self) -> None:
         """The CPU's library computes the sum of a product, so that the product's operands are buffers and it is not."""
@@ -223,6 +270,38 @@ class _Reader:
                 # The scatter's result takes their place.
                 before = self.ops[index - 1]
                 self.ops[index - 1] = dataclasses.replace(before, inputs=(*before.inputs, zeros))
+
+
+def with_copies_of_donated(graph: Graph) -> Graph:
+    """A graph in which no update overwrites a donated argument that is still to be read.
+
+    Compilers decide by dependencies alone, before they have an order: where an update does not depend on some reader of
+    the argument whose place it takes, that reader gets a copy.
+    """
+    before: list[int] = []  # for each op those that run before it whatever the order, as bits
+    for op in graph.ops:
+        makers = {graph.producer[value] for value in op.inputs} - {-1}
+        known = 0
+        for maker in makers:
+            known |= before[maker] | 1 << maker
+        before.append(known)
+    sizes, ops = list(graph.sizes), list(graph.ops)
+    copies: dict[int, list[Op]] = {}
+    for given, output in graph.aliases:
+        update = graph.producer[output]
+        loose = [user for user in graph.users[given] if user != update and not before[update] >> user & 1]
+        if update < 0 or not loose:
+            continue
+        copy = len(sizes)
+        sizes.append(sizes[given])
+        copies.setdefault(loose[0], []).append(Op((given,), (copy,), name="copy"))
+        for user in loose:
+            inputs = tuple(copy if value == given else value for value in ops[user].inputs)
+            ops[user] = dataclasses.replace(ops[user], inputs=inputs)
+    if not copies:
+        return graph
+    ordered = [one for index, op in enumerate(ops) for one in (*copies.get(index, ()), op)]
+    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(ordered))
 
 
 # Compilers that make one array of zeros of each shape that a scatter needs, for all who read zeros of that shape.
