@@ -88,7 +88,7 @@ class Prepared:
             return self.given.graph_as_given
         program = self.captured.given
         if program.entered_checkpoints and not compat.expands_barriers(self.target.platform):
-            program = inline(self.captured.traced.jaxpr, with_barriers=True)
+            program = inline(self.captured.traced.jaxpr, with_barriers=True, keep_names=False)
         return self._compiled(program)
 
     @functools.cached_property
@@ -100,7 +100,7 @@ class Prepared:
         """The step as `emit` writes it for a solution, as the target's compiler runs it."""
         avals = [compat.abstract(aval) for aval in self.captured.input_avals]
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*avals)
-        return self._compiled(inline(closed, with_barriers=True), saving_memory=True)
+        return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
 
     def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
         donated, platform = self.captured.donated, self.target.platform

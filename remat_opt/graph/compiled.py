@@ -45,6 +45,8 @@ _DEAR = named(
 )
 _DIVISIONS = named("div rem")
 _PRODUCTS = named("mul square")
+_BIASES = named("add sub")
+_WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 
 
 def compiled(
@@ -87,7 +89,9 @@ class _Reader:
         self.equations: list[Equation] = []  # of each op
         self.constants: dict[int, int] = {}
         self.same: dict[int, tuple[int, int]] = {}  # for what comes out of a barrier the buffer, and the barrier's token
-        self.copies: dict[tuple, int] = {}
+        self.producer = {value: equation for equation in program.equations for value in equation.outputs}
+        self.copies: dict[tuple, int] = {}  # values that are made once for all readers
+        self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
@@ -143,6 +147,10 @@ class _Reader:
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         program, platform = self.program, self.platform
         op = op_of(program, equation, self.rates, self.constants)
+        if equation.primitive is P.transpose_p and len(equation.params["permutation"]) == 2 and op.inputs:
+            self.transposed[equation.outputs[0]] = op.inputs[0]
+        elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
+            op = dataclasses.replace(op, inputs=tuple(self.transposed.get(value, value) for value in op.inputs))
         op = dataclasses.replace(op, inputs=self.behind(op.inputs))
         loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
@@ -150,7 +158,21 @@ class _Reader:
             operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
             space = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
             return [dataclasses.replace(op, workspace=space)]
+        if equation.primitive in _WINDOWED and platform in SPLITTING and not self.is_rectified(equation.inputs[0]):
+            op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def is_rectified(self, value: int | Constant) -> bool:
+        """Whether a value is a rectified contraction, with at most a bias: a library computes that with its bias, so
+        that the rectifier is a kernel of its own, beside it. (Behind a normalisation it is a part of others.)"""
+        rectifier = self.producer.get(value) if isinstance(value, int) else None
+        if rectifier is None or rectifier.primitive is not P.max_p or not is_zero(rectifier.inputs[1]):
+            return False
+        maker = self.producer.get(rectifier.inputs[0]) if isinstance(rectifier.inputs[0], int) else None
+        if maker is not None and maker.primitive in _BIASES:
+            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
+            return any(one is not None and one.primitive in CONTRACTION for one in makers)
+        return maker is not None and maker.primitive in CONTRACTION
 
     def on_the_cpu(self, equation: Equation, op: Op) -> Sequence[Op]:
         if equation.primitive is P.concatenate_p:
@@ -261,7 +283,7 @@ class _Reader:
             if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
                 continue
             aval = self.program.avals[equation.outputs[0]]
-            if equation.primitive is P.max_p and is_zero(equation.inputs[1]):
+            if equation.primitive is P.max_p and self.is_rectified(equation.outputs[0]):
                 first.setdefault((aval.shape, aval.dtype), index)
             elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
                 maker, zeros = first[aval.shape, aval.dtype], len(self.sizes)

@@ -40,7 +40,7 @@ def materialised(graph: Graph) -> list[bool]:
     return _stored(graph, None)
 
 
-def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
+def _stored(graph: Graph, sums: set[int] | None, by_kernels: bool = False) -> list[bool]:
     """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
     stored = [graph.fused] * len(graph.sizes)
     if graph.fused:
@@ -54,11 +54,13 @@ def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
         if reads_buffers(op):
             for value in op.inputs:
                 stored[value] = True
-    _store_what_is_dear_to_fuse(graph, stored, sums)
+    _store_what_is_dear_to_fuse(graph, stored, sums, kernels_of(graph, stored) if by_kernels else None)
     return stored
 
 
-def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
+def _store_what_is_dear_to_fuse(
+    graph: Graph, stored: list[bool], sums: set[int] | None, kernels: Sequence[frozenset[int]] | None
+) -> None:
     sources: dict[int, frozenset[int]] = {}
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
     passed_on = _passed_on(graph) if sums is not None else []
@@ -69,7 +71,8 @@ def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int]
         for value in op.outputs:
             if stored[value]:
                 continue
-            readers, size = len(graph.users[value]), graph.sizes[value]
+            users, size = graph.users[value], graph.sizes[value]
+            readers = len(users) if kernels is None else len(frozenset().union(*(kernels[user] for user in users)))
             moved = sum(graph.sizes[source] for source in read)
             if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
@@ -119,11 +122,29 @@ class Fusion:
     sums: frozenset[int] = frozenset()
 
 
-def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
-    """Merge virtual values into the kernels that read them; by rules 1 to 3, and on request 4."""
+def fuse(graph: Graph, *, with_sums: bool = False, by_kernels: bool = False) -> Fusion:
+    """Merge virtual values into the kernels that read them, by rules 1 to 3.
+
+    Args:
+        graph: what `Fusion` is made of.
+        with_sums: rule 4 holds, too.
+        by_kernels: rule 3 counts the kernels that a value is computed in instead of the ops that read it.
+    """
     sums: set[int] = set()
-    stored = _stored(graph, sums if with_sums else None)
+    stored = _stored(graph, sums if with_sums else None, by_kernels)
     return merge(graph, stored, sums=frozenset(sums))
+
+
+def kernels_of(graph: Graph, stored: Sequence[bool]) -> list[frozenset[int]]:
+    """For each op the kernels that it is computed in, by the ops whose results these store."""
+    kernels: list[frozenset[int]] = [frozenset()] * len(graph.ops)
+    for index in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[index]
+        if op.kind is not Kind.ELEMENTWISE or any(stored[value] for value in op.outputs):
+            kernels[index] = frozenset([index])
+        else:
+            kernels[index] = frozenset().union(*(kernels[user] for value in op.outputs for user in graph.users[value]))
+    return kernels
 
 
 def merge(

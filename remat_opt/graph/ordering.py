@@ -12,7 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from remat_opt.graph.graph import Graph
+from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule
 
@@ -63,9 +63,10 @@ def greedy(graph: Graph) -> tuple[int, ...]:
     best_of: dict[int, int] = {}
     count = 0
 
-    def push(op: int) -> None:
+    def push(op: int, enabled_by: int = -1) -> None:
         nonlocal count
-        best_of[op] = gain(op)
+        behind = enabled_by >= 0 and graph.ops[enabled_by].kind is Kind.BARRIER
+        best_of[op] = -made[op] if behind else gain(op)
         count += 1
         heapq.heappush(ready, (-best_of[op], -fan_out[op], -count, op))
 
@@ -86,7 +87,7 @@ def greedy(graph: Graph) -> tuple[int, ...]:
             for user in graph.users[value]:
                 missing[user] -= 1
                 if not missing[user]:
-                    push(user)
+                    push(user, op)
         for value in reads[op]:
             if uses[value] == 1:
                 for user in graph.users[value]:
@@ -95,18 +96,17 @@ def greedy(graph: Graph) -> tuple[int, ...]:
     return tuple(order)
 
 
-def post_order(graph: Graph, first: Callable[[int], tuple] | None = None) -> tuple[int, ...]:
-    """What each result needs, depth first; with `first`, operands in the order of that key."""
+def _post_order(graph: Graph, first: Callable[[int], tuple]) -> tuple[int, ...]:
+    """What each result needs, depth first, operands in the order of a key."""
     order: list[int] = []
     done = [False] * len(graph.ops)
 
     def operands(op: int) -> list[int]:
         makers = [m for m in dict.fromkeys(graph.producer[v] for v in graph.ops[op].inputs) if m >= 0]
-        return makers if first is None else sorted(makers, key=first)
+        return sorted(makers, key=first)
 
     roots = [m for m in dict.fromkeys(graph.producer[value] for value in graph.outputs) if m >= 0]
-    roots = roots if first is None else sorted(roots, key=first)
-    for root in (*roots, *range(len(graph.ops))):
+    for root in (*sorted(roots, key=first), *range(len(graph.ops))):
         stack = [(root, False)]
         while stack:
             op, is_ready = stack.pop()
@@ -122,7 +122,7 @@ def post_order(graph: Graph, first: Callable[[int], tuple] | None = None) -> tup
 
 
 def depth_first(graph: Graph) -> tuple[int, ...]:
-    """The same, operands with the most users behind them first, then the largest."""
+    """What each result needs, depth first: operands with the most users behind them first, then the largest."""
     extra = [0] * len(graph.ops)
     sizes = [0] * len(graph.ops)
     total = 0
@@ -133,10 +133,11 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
         makers = {graph.producer[value] for value in op.inputs} - {-1}
         extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers), len(graph.ops))
         sizes[index] = min(made + sum(sizes[m] for m in makers), total)
-    return post_order(graph, lambda op: (-extra[op], -sizes[op], op))
+    return _post_order(graph, lambda op: (-extra[op], -sizes[op], op))
 
 
 def least_memory(graph: Graph) -> tuple[int, ...]:
-    """Of the three orders the one with the least peak."""
-    orders = [greedy(graph), depth_first(graph), post_order(graph)]
+    """Of two of the three orders the one with the least peak. The third, depth first without a preference, follows the
+    compiler's own list of operands, which is not known here."""
+    orders = [greedy(graph), depth_first(graph)]
     return min(orders, key=lambda order: simulate(graph, Schedule((Run(order),))).peak)
