@@ -14,7 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.graph import ordering
+from remat_opt.graph import ordering, tpu
 from remat_opt.graph.build import (
     CONTRACTION,
     ELEMENTWISE,
@@ -45,6 +45,9 @@ _DEAR = named(
 )
 _DIVISIONS = named("div rem")
 _PRODUCTS = named("mul square")
+_OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
+    "reduce_window_max reduce_window_min reduce_window_sum"
+)
 _BIASES = named("add sub")
 _WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 
@@ -66,10 +69,14 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
     """
-    unfused = with_copies_of_donated(_Reader(program, rates, platform).read(donated))
+    reader = _Reader(program, rates, platform)
+    unfused = with_copies_of_donated(reader.read(donated))
     graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused)).graph
+    if platform == "tpu":
+        graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)
-    return dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+    graph = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+    return tpu.on_chip(graph) if platform == "tpu" and graph.ops else graph
 
 
 def peak_of(graph: Graph) -> int:
@@ -90,6 +97,10 @@ class _Reader:
         self.constants: dict[int, int] = {}
         self.same: dict[int, tuple[int, int]] = {}  # for what comes out of a barrier the buffer, and the barrier's token
         self.producer = {value: equation for equation in program.equations for value in equation.outputs}
+        self.readers: dict[int, list[Equation]] = {}
+        for equation in program.equations:
+            for value in {x for x in equation.inputs if isinstance(x, int)}:
+                self.readers.setdefault(value, []).append(equation)
         self.copies: dict[tuple, int] = {}  # values that are made once for all readers
         self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
 
@@ -160,7 +171,37 @@ class _Reader:
             return [dataclasses.replace(op, workspace=space)]
         if equation.primitive in _WINDOWED and platform in SPLITTING and not self.is_rectified(equation.inputs[0]):
             op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
+        if platform == "tpu" and equation.primitive in CONTRACTION:
+            op = dataclasses.replace(op, kind=Kind.PRODUCT)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def is_only_multiplied(self, graph: Graph, value: int) -> bool:
+        """Whether only products read a buffer, or loops whose steps only multiply by a slice of it."""
+        users = graph.users[value]
+        loops = [user for user in users if graph.ops[user].kind is not Kind.PRODUCT]
+        if not users or not loops:
+            return bool(users)
+        readers = self.readers.get(value, [])
+        return len(readers) == len(users) and all(_multiplies_only(equation, value) for equation in readers)
+
+    def in_tiles(self, graph: Graph) -> Graph:
+        """The graph with sizes as a TPU stores them."""
+        images = {
+            x
+            for equation in self.program.equations
+            if equation.primitive in _OF_IMAGES
+            for x in (*equation.inputs, *equation.outputs)
+            if isinstance(x, int) and len(self.program.avals[x].shape) > 2
+        }
+        sizes = list(graph.sizes)
+        for value, aval in enumerate(self.program.avals):
+            if not sizes[value]:
+                continue
+            item = compat.item_bytes(aval.dtype)
+            if aval.dtype == jnp.float32 and self.is_only_multiplied(graph, value):
+                item = 2
+            sizes[value] = tpu.padded_bytes(aval.shape, item, is_image=value in images)
+        return dataclasses.replace(graph, sizes=tuple(sizes))
 
     def is_rectified(self, value: int | Constant) -> bool:
         """Whether a value is a rectified contraction, with at most a bias: a library computes that with its bias, so
@@ -341,6 +382,27 @@ def is_dear(equation: Equation, program: Program) -> bool:
     if equation.primitive in _DIVISIONS:
         return not jnp.issubdtype(dtype, jnp.integer)
     return dtype == jnp.bfloat16 and equation.primitive not in MOVES
+
+
+def _multiplies_only(equation: Equation, value: int) -> bool:
+    """Whether an equation is a product, or a `scan` that reads a value as a stack whose slices only products read."""
+    if equation.primitive in CONTRACTION:
+        return True
+    if equation.primitive is not P.scan_p:
+        return False
+    first = sum(compat.scan_counts(equation.params))
+    body = compat.bare_jaxpr(equation.params["jaxpr"])
+    slices = {body.invars[at] for at, x in enumerate(equation.inputs) if x == value and at >= first}
+    if len(slices) != equation.inputs.count(value):
+        return False
+    for inner in body.eqns:
+        if slices.isdisjoint(atom for atom in inner.invars if not isinstance(atom, compat.Literal)):
+            continue
+        if inner.primitive in MOVES:
+            slices.update(inner.outvars)
+        elif inner.primitive not in CONTRACTION:
+            return False
+    return slices.isdisjoint(atom for atom in body.outvars if not isinstance(atom, compat.Literal))
 
 
 def _is_half(aval: Any) -> bool:

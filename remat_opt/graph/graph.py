@@ -20,6 +20,7 @@ class Kind(enum.Enum):
     ELEMENTWISE = "elementwise"  # fused into its users: neither operands nor results need buffers of their own
     REDUCTION = "reduction"  # its producers are fused into it; its result is a buffer
     CONTRACTION = "contraction"  # a library convolution or product: operands and results are buffers
+    PRODUCT = "product"  # a contraction into which elementwise operands are fused; its result is a buffer
     OPAQUE = "opaque"  # loops, sorts, calls, …: operands and results are buffers
     BARRIER = "barrier"  # runs nothing; its operands are buffers, and behind it nobody knows what made them
 

@@ -12,6 +12,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from remat_opt.graph.derive import early_order
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule
@@ -23,7 +24,7 @@ def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...
         return least_memory(graph) if saving_memory else breadth_first(graph)
     if platform in ("cuda", "rocm"):
         return greedy(graph)
-    return tuple(range(len(graph.ops)))
+    return early_order(graph)
 
 
 def breadth_first(graph: Graph) -> tuple[int, ...]:
