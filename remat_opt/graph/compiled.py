@@ -76,7 +76,7 @@ def compiled(
         graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)
     graph = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
-    return tpu.on_chip(graph) if platform == "tpu" and graph.ops else graph
+    return tpu.on_chip(graph, reader.accumulated()) if platform == "tpu" and graph.ops else graph
 
 
 def peak_of(graph: Graph) -> int:
@@ -174,6 +174,16 @@ class _Reader:
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def accumulated(self) -> frozenset[int]:
+        """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""
+        found: set[int] = set()
+        for equation in self.program.equations:
+            if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
+                axes, rank = set(equation.params.get("axes", ())), len(self.program.avals[equation.inputs[0]].shape)
+                if len(axes) == rank or rank - 1 not in axes:
+                    found.update(equation.outputs)
+        return frozenset(found)
 
     def is_only_multiplied(self, graph: Graph, value: int) -> bool:
         """Whether only products read a buffer, or loops whose steps only multiply by a slice of it."""

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
@@ -53,8 +52,14 @@ def _up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
 
 
-def on_chip(graph: Graph, capacity: int = ON_CHIP) -> Graph:
-    """The graph without the buffers that fit on the chip, in the order of its ops, and with the tables."""
+def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), capacity: int = ON_CHIP) -> Graph:
+    """The graph without the buffers that fit on the chip, and with the tables.
+
+    Args:
+        graph: kernels in the order in which they run.
+        accumulated: results of reductions that are summed up from tile to tile.
+        capacity: bytes on the chip.
+    """
     lives = simulate(graph, save_everything(graph)).lives
     room = np.full(len(graph.ops) + 1, capacity, dtype=np.int64)
     sizes = list(graph.sizes)
@@ -66,30 +71,23 @@ def on_chip(graph: Graph, capacity: int = ON_CHIP) -> Graph:
             room[birth : death + 1] -= size
             sizes[lives.value[index]] = 0
     tables = len(sizes)
-    sizes.append(TABLE * _tables(graph))
+    sizes.append(TABLE * _tables(graph, accumulated))
     first, last = Op((), (tables,), name="tables"), Op((tables,), (), name="tables")
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *graph.ops, last))
 
 
-def _tables(graph: Graph) -> int:
-    """Copies of arguments to the chip, updates of several arrays by one gradient, and kernels that reduce what they make
-    beside another result: of one array all reductions, but not those of what is reduced already."""
+def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
+    """Copies of arguments to the chip, updates of several arrays by one gradient, and reductions that the kernel does
+    beside another result (what is reduced once more is done with the first)."""
     copied = sum(bool(graph.users[value]) for value in graph.inputs)
     outputs = set(graph.outputs)
     gradients: set[int] = set()
-    reduced: set[int] = set()
+    reduced = 0
     for op in graph.ops:
-        largest = max(op.inputs, key=lambda value: (graph.sizes[value], value), default=-1)
         if op.kind is Kind.ELEMENTWISE and outputs.issuperset(op.outputs):
             made = [value for value in op.inputs if graph.producer[value] >= 0 and value not in outputs]
             gradients.update(made[:1])
-        elif op.kind is Kind.REDUCTION and largest >= 0:
-            maker = graph.producer[largest]
-            if maker < 0 or graph.ops[maker].kind is not Kind.REDUCTION:
-                reduced.add(largest)
-    return copied + len(gradients) + len(reduced)
-
-
-def is_narrow(aval: Any) -> bool:
-    """Whether values of a type lose half of their bytes as operands of products."""
-    return str(aval.dtype) == "float32"
+        elif op.kind is Kind.REDUCTION and op.inputs and not accumulated.isdisjoint(op.outputs):
+            maker = graph.producer[max(op.inputs, key=lambda value: (graph.sizes[value], value))]
+            reduced += maker < 0 or graph.ops[maker].kind is not Kind.REDUCTION
+    return copied + len(gradients) + reduced
