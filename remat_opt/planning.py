@@ -95,8 +95,8 @@ def run_as_given(prepared: Prepared, settings: Settings, note: str) -> Decision:
 
 
 def decision_of(prepared: Prepared, settings: Settings, solution: Solution) -> Decision:
-    """The decision for a solution that was found elsewhere; nothing is compiled."""
-    return _Decider(prepared, settings, None).decision(solution)
+    """The decision for a solution that was found elsewhere; nothing is compiled, and its peak is the search's."""
+    return _Decider(prepared, settings, None).decision(solution, as_searched=True)
 
 
 class _Decider:
@@ -303,13 +303,19 @@ class _Decider:
         solution = self.prepared.problem.plain
         return self.decision(solution, figures or self.plain_figures, note=note)
 
-    def decision(self, solution: Solution, measured: Figures | None = None, note: str = "") -> Decision:
+    def decision(
+        self, solution: Solution, measured: Figures | None = None, note: str = "", *, as_searched: bool = False
+    ) -> Decision:
         prepared = self.prepared
+        if runs_as_given(prepared, solution):
+            peak = prepared.as_given
+        else:
+            peak = solution.peak if as_searched else prepared.as_written(solution)
         names = prepared.names(solution.choice)
         graph, given = prepared.bridge.graph, self.given.bridge.graph
         predicted = Prediction(
             plain_peak_bytes=prepared.as_given,
-            peak_bytes=prepared.as_given if runs_as_given(prepared, solution) else solution.peak,
+            peak_bytes=peak,
             saved_bytes=sum(graph.sizes[value] for value in solution.choice.saved),
             flops=given.flops,
             extra_flops=graph.flops - given.flops + solution.schedule.extra_flops(graph),

@@ -102,6 +102,10 @@ class Prepared:
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*avals)
         return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
 
+    def as_written(self, solution: Solution) -> int:
+        """Predicted peak in bytes of the step as it is written for a solution."""
+        return peak_of(self.graph_as_written(solution))
+
     def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
         donated, platform = self.captured.donated, self.target.platform
         return compiled(program, self.rates, donated, platform=platform, saving_memory=saving_memory)

@@ -48,6 +48,7 @@ _PRODUCTS = named("mul square")
 _OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
     "reduce_window_max reduce_window_min reduce_window_sum"
 )
+_RESHAPING = named("reshape squeeze broadcast_in_dim")
 _BIASES = named("add sub")
 _WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 
@@ -71,7 +72,7 @@ def compiled(
     """
     reader = _Reader(program, rates, platform)
     unfused = with_copies_of_donated(reader.read(donated))
-    graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused)).graph
+    graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused, by_kernels=True)).graph
     if platform == "tpu":
         graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)
@@ -92,10 +93,13 @@ class _Reader:
         self.rates = rates
         self.platform = platform
         self.sizes = [bytes_of(aval) for aval in program.avals]
+        self.donated: set[int] = set()
         self.ops: list[Op] = []
         self.equations: list[Equation] = []  # of each op
         self.constants: dict[int, int] = {}
-        self.same: dict[int, tuple[int, int]] = {}  # for what comes out of a barrier the buffer, and the barrier's token
+        self.same: dict[
+            int, tuple[int, int]
+        ] = {}  # for what comes out of a barrier the buffer, and the barrier's token
         self.producer = {value: equation for equation in program.equations for value in equation.outputs}
         self.readers: dict[int, list[Equation]] = {}
         for equation in program.equations:
@@ -106,15 +110,19 @@ class _Reader:
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
+        self.donated = {value for value, is_given in zip(program.inputs, donated, strict=False) if is_given}
         for index, equation in enumerate(program.equations):
             if is_constant(equation, self.constants):
                 self.constants.update(dict.fromkeys(equation.outputs, index))
             elif equation.primitive is compat.barrier_p:
                 self.barrier(equation)
+            elif self.is_renamed(equation):
+                (given,) = (x for x in equation.inputs if isinstance(x, int))
+                self.same[equation.outputs[0]] = self.same.get(given, (given,))
             else:
-                for op in self.ops_of(equation):
-                    self.ops.append(op)
-                    self.equations.append(equation)
+                ops = self.ops_of(equation)
+                self.ops += ops
+                self.equations += [equation] * len(ops)
         self.fold_transposes()
         if self.platform == "cpu":
             self.multiply_in_reductions()
@@ -127,7 +135,9 @@ class _Reader:
             ops=tuple(self.ops),
             inputs=(*program.inputs, *(value for value, _ in program.constants)),
             outputs=tuple(dict.fromkeys(self.buffer(value) for value in outputs)),
-            aliases=tuple({self.buffer(output): (given, self.buffer(output)) for output, given in aliases.items()}.values()),
+            aliases=tuple(
+                {self.buffer(output): (given, self.buffer(output)) for output, given in aliases.items()}.values()
+            ),
             constants=frozenset(self.constants),
         )
 
@@ -140,6 +150,14 @@ class _Reader:
         for value in inputs:
             found.update(dict.fromkeys(self.same.get(value, (value,))))
         return tuple(found)
+
+    def is_renamed(self, equation: Equation) -> bool:
+        """Whether an equation gives the bytes of an array another shape; nothing is run for that."""
+        if equation.primitive is compat.layout_constraint_p:
+            return True
+        if equation.primitive not in _RESHAPING or len(equation.inputs) != 1 or isinstance(equation.inputs[0], Constant):
+            return False
+        return self.program.avals[equation.inputs[0]].size == self.program.avals[equation.outputs[0]].size
 
     def barrier(self, equation: Equation) -> None:
         """A barrier's results are its operands' buffers; who reads them runs after it."""
@@ -163,6 +181,8 @@ class _Reader:
         elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
             op = dataclasses.replace(op, inputs=tuple(self.transposed.get(value, value) for value in op.inputs))
         op = dataclasses.replace(op, inputs=self.behind(op.inputs))
+        if equation.primitive is P.scan_p:
+            op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
         if equation.primitive is P.dot_general_p and platform in SPLITTING:
@@ -225,9 +245,26 @@ class _Reader:
             return any(one is not None and one.primitive in CONTRACTION for one in makers)
         return maker is not None and maker.primitive in CONTRACTION
 
+    def in_place(self, equation: Equation, op: Op) -> Op:
+        """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
+        only one to read that. Who reads it then runs after the loop."""
+        constants, carries = compat.scan_counts(equation.params)
+        given = set(self.program.inputs) - self.donated
+        token = self.new(0)
+        kept = list(op.outputs)
+        for first, last in zip(equation.inputs[constants : constants + carries], equation.outputs, strict=False):
+            if isinstance(first, Constant) or first in self.constants or len(self.readers[first]) > 1:
+                continue
+            if self.buffer(first) not in given and self.sizes[self.buffer(first)] == self.sizes[last]:
+                self.same[last] = (self.buffer(first), token)
+                kept.remove(last)
+        return dataclasses.replace(op, outputs=(*kept, token))
+
     def on_the_cpu(self, equation: Equation, op: Op) -> Sequence[Op]:
         if equation.primitive is P.concatenate_p:
-            return [dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)]  # copied by a routine of its own, never fused
+            return [
+                dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)
+            ]  # copied by a routine of its own, never fused
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:

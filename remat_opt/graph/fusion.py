@@ -72,7 +72,9 @@ def _store_what_is_dear_to_fuse(
             if stored[value]:
                 continue
             users, size = graph.users[value], graph.sizes[value]
-            readers = len(users) if kernels is None else len(frozenset().union(*(kernels[user] for user in users)))
+            readers = len(users)
+            if kernels is not None:
+                readers = min(readers, len(frozenset().union(*(kernels[user] for user in users))))
             moved = sum(graph.sizes[source] for source in read)
             if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
@@ -128,7 +130,7 @@ def fuse(graph: Graph, *, with_sums: bool = False, by_kernels: bool = False) -> 
     Args:
         graph: what `Fusion` is made of.
         with_sums: rule 4 holds, too.
-        by_kernels: rule 3 counts the kernels that a value is computed in instead of the ops that read it.
+        by_kernels: rule 3 counts ops that read a value and are parts of one kernel once.
     """
     sums: set[int] = set()
     stored = _stored(graph, sums if with_sums else None, by_kernels)
@@ -166,7 +168,9 @@ def merge(
     for index, op in enumerate(graph.ops):
         whole = copied if reads_buffers(op) else ()
         inputs = tuple(
-            dict.fromkeys(v for value in op.inputs for v in ((value,) if value in whole else sources.get(value, (value,))))
+            dict.fromkeys(
+                v for value in op.inputs for v in ((value,) if value in whole else sources.get(value, (value,)))
+            )
         )
         chain = tuple(dict.fromkeys(o for value in op.inputs if value not in whole for o in chains.get(value, ())))
         if op.outputs and not any(stored[value] for value in op.outputs):

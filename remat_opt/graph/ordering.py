@@ -92,7 +92,12 @@ def greedy(graph: Graph) -> tuple[int, ...]:
         for value in reads[op]:
             if uses[value] == 1:
                 for user in graph.users[value]:
-                    if not done[user] and user in best_of and not graph.ops[user].workspace and gain(user) != best_of[user]:
+                    if (
+                        not done[user]
+                        and user in best_of
+                        and not graph.ops[user].workspace
+                        and gain(user) != best_of[user]
+                    ):
                         push(user)
     return tuple(order)
 

@@ -68,6 +68,8 @@ barrier_p = _primitive_of(lax.optimization_barrier, 1.0)
 remat_p = primitives.remat_p
 name_p = primitives.name_p
 
+layout_constraint_p = _primitive_of(lambda x: with_layout_constraint(x, Layout((0,))), np.zeros(1))
+
 # Never run twice: XLA's own generator keeps a state on the device, and a callback's host function is the user's.
 _pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
 STATEFUL = frozenset({primitives.rng_uniform_p, _pure_callback_p})
