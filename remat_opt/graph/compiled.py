@@ -76,7 +76,7 @@ def compiled(
     if platform == "tpu":
         graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)
-    graph = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+    graph = sharing_places(dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order)))
     return tpu.on_chip(graph, reader.accumulated()) if platform == "tpu" and graph.ops else graph
 
 
@@ -380,6 +380,26 @@ class _Reader:
                 # The scatter's result takes their place.
                 before = self.ops[index - 1]
                 self.ops[index - 1] = dataclasses.replace(before, inputs=(*before.inputs, zeros))
+
+
+def sharing_places(graph: Graph) -> Graph:
+    """A graph whose elementwise kernels write over an operand of their result's size that nobody reads after them.
+
+    The result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
+    """
+    last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
+    kept = {*graph.inputs, *graph.outputs}
+    ops = list(graph.ops)
+    for index, op in enumerate(ops):
+        if op.kind is not Kind.ELEMENTWISE:
+            continue
+        free = [graph.sizes[v] for v in op.inputs if last[v] == index and v not in kept]
+        for value in op.outputs:
+            if value not in kept and graph.sizes[value] in free:
+                free.remove(graph.sizes[value])
+                op = dataclasses.replace(op, workspace=op.workspace - graph.sizes[value])
+        ops[index] = op
+    return dataclasses.replace(graph, ops=tuple(ops))
 
 
 def with_copies_of_donated(graph: Graph) -> Graph:
