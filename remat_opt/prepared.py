@@ -10,8 +10,8 @@ from typing import Any
 
 import jax
 
+from remat_opt.compilers.model import compiled, peak_of
 from remat_opt.graph.build import Bridge, build
-from remat_opt.graph.compiled import compiled, peak_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Graph

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,9 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
-from remat_opt.graph.workspaces import bytes_of, workspace_of
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
-from remat_opt.program.pooling import without_scatter
+from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
@@ -200,6 +199,49 @@ def kind_of(primitive: Any) -> Kind:
     if primitive in CONTRACTION:
         return Kind.CONTRACTION
     return Kind.OPAQUE
+
+
+def bytes_of(aval: Any) -> int:
+    """Bytes of one value; 0 for what has no storage (tokens, references)."""
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    return math.prod(shape) * compat.item_bytes(dtype)
+
+
+def workspace_of(equation: Equation, program: Program, platform: str) -> int:
+    """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
+    operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+    if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
+        return _scatter_workspace(operands[0], operands[1], platform)
+    if equation.primitive is P.concatenate_p and platform == "cpu":
+        return bytes_of(program.avals[equation.outputs[0]])  # copied by a routine of its own, never fused
+    if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
+        copied = cpu_conv_copies(equation.params["dimension_numbers"])
+        avals = (*operands[:2], program.avals[equation.outputs[0]])
+        return sum(bytes_of(aval) for aval, is_copied in zip(avals, copied, strict=True) if is_copied)
+    return 0
+
+
+def _scatter_workspace(source: Any, operand: Any, platform: str) -> int:
+    """A windowed reduction of each number with its index along every dimension; the zeros to scatter into are the
+    result's place. The CPU's compiler stores the indices of the operand's elements, too."""
+    indices = 4 * len(source.shape)
+    windows = math.prod(source.shape) * indices + bytes_of(source)
+    elements = math.prod(operand.shape) * indices if platform == "cpu" else 0
+    return windows + elements
+
+
+def cpu_conv_copies(numbers: Any) -> tuple[bool, bool, bool]:
+    """Whether image, kernel and result of a convolution are copied: the CPU has kernels for images as (batch, space,
+    features) and weights as (space, inputs, features) alone. Both operands of a weight's gradient lie otherwise."""
+    last = len(numbers.lhs_spec) - 1
+    of_image, of_kernel = (0, last, *range(1, last)), (last, last - 1, *range(last - 1))
+    return (
+        tuple(numbers.lhs_spec) != of_image,
+        tuple(numbers.rhs_spec) != of_kernel,
+        tuple(numbers.out_spec) != of_image,
+    )
 
 
 # FLOPs

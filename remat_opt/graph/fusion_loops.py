@@ -5,7 +5,7 @@
 2. Other elementwise values are computed in every loop that reads them, however many there are, unless they are dear:
    then they are a buffer wherever more than one kernel reads them.
 3. A buffer with at most one operand of its size costs no more to compute from that operand than to read. Where a
-   library reads it, too, it is stored for the library, and loops still compute it again. One with more operands is read.
+   library reads it, too, it is stored for the library, and loops still compute it again. One with more is read.
 """
 
 from __future__ import annotations

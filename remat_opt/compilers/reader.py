@@ -1,91 +1,45 @@
-"""A flat program as a platform's compiler runs it: what it makes of each equation, which values it stores, in which order.
-
-The planner's own graph (`build.py`) is of a program that is still to be written: it has the order of a schedule, and
-the freedom of a search. Here a program is given as it is lowered, plain or written by us; the compiler reads it, knows
-dependencies but no order, and its rules decide what is live when. Each rule below is one of an operation or a backend.
-"""
+"""From equations to what a platform's compiler makes of each."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.graph import ordering, tpu
+from remat_opt.compilers import tpu
+from remat_opt.compilers.equations import (
+    BIASES,
+    OF_IMAGES,
+    PRODUCTS,
+    RESHAPING,
+    WINDOWED,
+    is_dear,
+    is_half,
+    is_matrix_transpose,
+    multiplies_only,
+)
+from remat_opt.compilers.gpu import GPUS, partial_products
 from remat_opt.graph.build import (
     CONTRACTION,
-    ELEMENTWISE,
-    MOVES,
     REDUCTION,
     aliases_of,
+    bytes_of,
+    cpu_conv_copies,
     is_constant,
-    kind_of,
-    named,
     op_of,
+    workspace_of,
     workspace_of_loops,
 )
 from remat_opt.graph.cost import Rates
-from remat_opt.graph.fusion import fuse
-from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import save_everything
-from remat_opt.graph.workspaces import SPLITTING, bytes_of, cpu_conv_copies, partial_products, workspace_of
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
 
-# What XLA's CPU compiler takes for too much arithmetic to be done twice.
-_DEAR = named(
-    "acos acosh asin asinh atan atan2 atanh cbrt cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt sinh "
-    "sqrt tanh"
-)
-_DIVISIONS = named("div rem")
-_PRODUCTS = named("mul square")
-_OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
-    "reduce_window_max reduce_window_min reduce_window_sum"
-)
-_RESHAPING = named("reshape squeeze broadcast_in_dim")
-_BIASES = named("add sub")
-_WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 
-
-def compiled(
-    program: Program,
-    rates: Rates,
-    donated: tuple[bool, ...] = (),
-    *,
-    platform: str = "",
-    saving_memory: bool = False,
-) -> Graph:
-    """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
-
-    Args:
-        program: as it is lowered.
-        rates: FLOP/s and bytes/s of the target.
-        donated: for each input of the program whether its buffer may be reused.
-        platform: "cpu", "cuda" or "tpu".
-        saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
-    """
-    reader = _Reader(program, rates, platform)
-    unfused = with_copies_of_donated(reader.read(donated))
-    graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused, by_kernels=True)).graph
-    if platform == "tpu":
-        graph = reader.in_tiles(graph)
-    order = ordering.order_of(graph, platform, saving_memory)
-    graph = sharing_places(dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order)))
-    return tpu.on_chip(graph, reader.accumulated()) if platform == "tpu" and graph.ops else graph
-
-
-def peak_of(graph: Graph) -> int:
-    """Bytes of temporary memory of a step that runs its ops in the graph's order."""
-    return simulate(graph, save_everything(graph)).peak if graph.ops else 0
-
-
-class _Reader:
+class Reader:
     """Equations as the ops of a compiler."""
 
     def __init__(self, program: Program, rates: Rates, platform: str):
@@ -126,7 +80,7 @@ class _Reader:
         self.fold_transposes()
         if self.platform == "cpu":
             self.multiply_in_reductions()
-        if self.platform in SHARING_ZEROS:
+        if self.platform in GPUS:
             self.share_zeros()
         aliases = {output: given for given, output in aliases_of(program, donated, self.constants)}
         outputs = dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in self.constants)
@@ -155,7 +109,7 @@ class _Reader:
         """Whether an equation gives the bytes of an array another shape; nothing is run for that."""
         if equation.primitive is compat.layout_constraint_p:
             return True
-        if equation.primitive not in _RESHAPING or len(equation.inputs) != 1 or isinstance(equation.inputs[0], Constant):
+        if equation.primitive not in RESHAPING or len(equation.inputs) != 1 or isinstance(equation.inputs[0], Constant):
             return False
         return self.program.avals[equation.inputs[0]].size == self.program.avals[equation.outputs[0]].size
 
@@ -176,7 +130,7 @@ class _Reader:
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         program, platform = self.program, self.platform
         op = op_of(program, equation, self.rates, self.constants)
-        if equation.primitive is P.transpose_p and len(equation.params["permutation"]) == 2 and op.inputs:
+        if is_matrix_transpose(equation) and op.inputs:
             self.transposed[equation.outputs[0]] = op.inputs[0]
         elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
             op = dataclasses.replace(op, inputs=tuple(self.transposed.get(value, value) for value in op.inputs))
@@ -185,11 +139,11 @@ class _Reader:
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
-        if equation.primitive is P.dot_general_p and platform in SPLITTING:
+        if equation.primitive is P.dot_general_p and platform in GPUS:
             operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
             space = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
             return [dataclasses.replace(op, workspace=space)]
-        if equation.primitive in _WINDOWED and platform in SPLITTING and not self.is_rectified(equation.inputs[0]):
+        if equation.primitive in WINDOWED and platform in GPUS and not self.is_rectified(equation.inputs[0]):
             op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
@@ -212,14 +166,14 @@ class _Reader:
         if not users or not loops:
             return bool(users)
         readers = self.readers.get(value, [])
-        return len(readers) == len(users) and all(_multiplies_only(equation, value) for equation in readers)
+        return len(readers) == len(users) and all(multiplies_only(equation, value) for equation in readers)
 
     def in_tiles(self, graph: Graph) -> Graph:
         """The graph with sizes as a TPU stores them."""
         images = {
             x
             for equation in self.program.equations
-            if equation.primitive in _OF_IMAGES
+            if equation.primitive in OF_IMAGES
             for x in (*equation.inputs, *equation.outputs)
             if isinstance(x, int) and len(self.program.avals[x].shape) > 2
         }
@@ -240,7 +194,7 @@ class _Reader:
         if rectifier is None or rectifier.primitive is not P.max_p or not is_zero(rectifier.inputs[1]):
             return False
         maker = self.producer.get(rectifier.inputs[0]) if isinstance(rectifier.inputs[0], int) else None
-        if maker is not None and maker.primitive in _BIASES:
+        if maker is not None and maker.primitive in BIASES:
             makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
             return any(one is not None and one.primitive in CONTRACTION for one in makers)
         return maker is not None and maker.primitive in CONTRACTION
@@ -272,8 +226,8 @@ class _Reader:
         return [dataclasses.replace(op, dear=is_dear(equation, self.program), of_buffers=op.kind is Kind.REDUCTION)]
 
     def by_library(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A contraction as the CPU's library computes it: with the copies of its operands that it wants, as ops of their
-        own, which the compiler does as soon as it can and once for all who need the same; and for a number format that
+        """A contraction as the CPU's library computes it: with the copies of its operands that it wants, as ops of
+        their own, which the compiler does as soon as it can and once for all who need the same; and for a number format that
         it does not have with the rounding of its float32 result."""
         ops: list[Op] = []
         is_conv = equation.primitive is P.conv_general_dilated_p
@@ -283,26 +237,26 @@ class _Reader:
         for operand, is_transposed, spec in zip(equation.inputs, transposed, specs, strict=False):
             if isinstance(operand, Constant) or operand in self.constants:
                 continue
-            is_half = _is_half(self.program.avals[operand])
-            if not is_transposed and not is_half:
+            halved = is_half(self.program.avals[operand])
+            if not is_transposed and not halved:
                 continue
             key = (operand, spec if is_transposed else ())
             if key not in self.copies:
                 self.copies[key] = len(self.sizes)
-                self.sizes.append(self.sizes[operand] * (2 if is_half else 1))
+                self.sizes.append(self.sizes[operand] * (2 if halved else 1))
                 ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="copy"))
             buffer = self.buffer(operand)
             inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
             op = dataclasses.replace(op, inputs=inputs, workspace=op.workspace - is_transposed * self.sizes[operand])
         (result,) = op.outputs
-        if not _is_half(self.program.avals[result]):
+        if not is_half(self.program.avals[result]):
             return [*ops, op]
         self.sizes.append(2 * self.sizes[result])
         exact = dataclasses.replace(op, outputs=(len(self.sizes) - 1,))
         return [*ops, exact, Op(exact.outputs, (result,), kind=Kind.ELEMENTWISE, name="round", dear=True)]
 
     def by_windows(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A max-pool's backward as the CPU's compiler expands it: arrays that hold each element's indices, a reduction of
+        """A max-pool's backward as the CPU's compiler expands it: arrays of each element's indices, a reduction of
         each window to its maximum and that one's indices, zeros of the operand's size, and a scatter into them. All but
         the last wait for nothing that is made in the backward pass, the indices and the zeros for nothing at all."""
         source, operand = equation.inputs
@@ -335,7 +289,7 @@ class _Reader:
         rank = [float(index) for index in range(len(self.ops))]
         for index, op in enumerate(self.ops):
             readers = users.get(op.outputs[0], []) if op.kind is Kind.CONTRACTION else []
-            if len(readers) != 1 or self.equations[readers[0]].primitive is not P.transpose_p:
+            if len(readers) != 1 or not is_matrix_transpose(self.equations[readers[0]]):
                 continue
             (transposed,) = self.ops[readers[0]].outputs
             needed = min(users.get(transposed, [len(self.ops)]))
@@ -354,7 +308,7 @@ class _Reader:
                 users.setdefault(value, []).append(index)
         for index, op in enumerate(self.ops):
             readers = users.get(op.outputs[0], []) if op.outputs else []
-            if self.equations[index].primitive in _PRODUCTS and len(readers) == 1:
+            if self.equations[index].primitive in PRODUCTS and len(readers) == 1:
                 reader = self.ops[readers[0]]
                 if reader.kind is Kind.REDUCTION:
                     self.ops[index] = dataclasses.replace(op, of_buffers=True)
@@ -380,97 +334,3 @@ class _Reader:
                 # The scatter's result takes their place.
                 before = self.ops[index - 1]
                 self.ops[index - 1] = dataclasses.replace(before, inputs=(*before.inputs, zeros))
-
-
-def sharing_places(graph: Graph) -> Graph:
-    """A graph whose elementwise kernels write over an operand of their result's size that nobody reads after them.
-
-    The result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
-    """
-    last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
-    kept = {*graph.inputs, *graph.outputs}
-    ops = list(graph.ops)
-    for index, op in enumerate(ops):
-        if op.kind is not Kind.ELEMENTWISE:
-            continue
-        free = [graph.sizes[v] for v in op.inputs if last[v] == index and v not in kept]
-        for value in op.outputs:
-            if value not in kept and graph.sizes[value] in free:
-                free.remove(graph.sizes[value])
-                op = dataclasses.replace(op, workspace=op.workspace - graph.sizes[value])
-        ops[index] = op
-    return dataclasses.replace(graph, ops=tuple(ops))
-
-
-def with_copies_of_donated(graph: Graph) -> Graph:
-    """A graph in which no update overwrites a donated argument that is still to be read.
-
-    Compilers decide by dependencies alone, before they have an order: where an update does not depend on some reader of
-    the argument whose place it takes, that reader gets a copy.
-    """
-    before: list[int] = []  # for each op those that run before it whatever the order, as bits
-    for op in graph.ops:
-        makers = {graph.producer[value] for value in op.inputs} - {-1}
-        known = 0
-        for maker in makers:
-            known |= before[maker] | 1 << maker
-        before.append(known)
-    sizes, ops = list(graph.sizes), list(graph.ops)
-    copies: dict[int, list[Op]] = {}
-    for given, output in graph.aliases:
-        update = graph.producer[output]
-        loose = [user for user in graph.users[given] if user != update and not before[update] >> user & 1]
-        if update < 0 or not loose:
-            continue
-        copy = len(sizes)
-        sizes.append(sizes[given])
-        copies.setdefault(loose[0], []).append(Op((given,), (copy,), name="copy"))
-        for user in loose:
-            inputs = tuple(copy if value == given else value for value in ops[user].inputs)
-            ops[user] = dataclasses.replace(ops[user], inputs=inputs)
-    if not copies:
-        return graph
-    ordered = [one for index, op in enumerate(ops) for one in (*copies.get(index, ()), op)]
-    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(ordered))
-
-
-# Compilers that make one array of zeros of each shape that a scatter needs, for all who read zeros of that shape.
-SHARING_ZEROS = frozenset({"cuda", "rocm"})
-
-
-def is_dear(equation: Equation, program: Program) -> bool:
-    """Whether the CPU's compiler does an elementwise equation in one kernel only: it takes many instructions. So does
-    rounding to bfloat16, with which all arithmetic on such numbers ends, as the CPU computes them in float32."""
-    if not equation.outputs or equation.primitive not in ELEMENTWISE:
-        return False
-    dtype = program.avals[equation.outputs[0]].dtype
-    if equation.primitive in _DEAR:
-        return True
-    if equation.primitive in _DIVISIONS:
-        return not jnp.issubdtype(dtype, jnp.integer)
-    return dtype == jnp.bfloat16 and equation.primitive not in MOVES
-
-
-def _multiplies_only(equation: Equation, value: int) -> bool:
-    """Whether an equation is a product, or a `scan` that reads a value as a stack whose slices only products read."""
-    if equation.primitive in CONTRACTION:
-        return True
-    if equation.primitive is not P.scan_p:
-        return False
-    first = sum(compat.scan_counts(equation.params))
-    body = compat.bare_jaxpr(equation.params["jaxpr"])
-    slices = {body.invars[at] for at, x in enumerate(equation.inputs) if x == value and at >= first}
-    if len(slices) != equation.inputs.count(value):
-        return False
-    for inner in body.eqns:
-        if slices.isdisjoint(atom for atom in inner.invars if not isinstance(atom, compat.Literal)):
-            continue
-        if inner.primitive in MOVES:
-            slices.update(inner.outvars)
-        elif inner.primitive not in CONTRACTION:
-            return False
-    return slices.isdisjoint(atom for atom in body.outvars if not isinstance(atom, compat.Literal))
-
-
-def _is_half(aval: Any) -> bool:
-    return aval.dtype in (jnp.bfloat16, jnp.float16)
