@@ -72,7 +72,7 @@ class Reader:
                 self.barrier(equation)
             elif self.is_renamed(equation):
                 (given,) = (x for x in equation.inputs if isinstance(x, int))
-                self.same[equation.outputs[0]] = self.same.get(given, (given,))
+                self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
             else:
                 ops = self.ops_of(equation)
                 self.ops += ops
@@ -227,8 +227,8 @@ class Reader:
 
     def by_library(self, equation: Equation, op: Op) -> Sequence[Op]:
         """A contraction as the CPU's library computes it: with the copies of its operands that it wants, as ops of
-        their own, which the compiler does as soon as it can and once for all who need the same; and for a number format that
-        it does not have with the rounding of its float32 result."""
+        their own, which the compiler does as soon as it can and once for all who need the same; and for a number format
+        that it does not have with the rounding of its float32 result."""
         ops: list[Op] = []
         is_conv = equation.primitive is P.conv_general_dilated_p
         numbers = equation.params["dimension_numbers"]
