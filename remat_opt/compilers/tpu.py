@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import itertools
 import math
@@ -81,13 +82,14 @@ def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
     beside another result (what is reduced once more is done with the first)."""
     copied = sum(bool(graph.users[value]) for value in graph.inputs)
     outputs = set(graph.outputs)
-    gradients: set[int] = set()
+    gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
     reduced = 0
     for op in graph.ops:
         if op.kind is Kind.ELEMENTWISE and outputs.issuperset(op.outputs):
-            made = [value for value in op.inputs if graph.producer[value] >= 0 and value not in outputs]
-            gradients.update(made[:1])
+            made = [gradient_of.get(value, value) for value in op.inputs if graph.producer[value] >= 0]
+            gradient_of.update({value: made[0] for value in op.outputs if made})
         elif op.kind is Kind.REDUCTION and op.inputs and not accumulated.isdisjoint(op.outputs):
             maker = graph.producer[max(op.inputs, key=lambda value: (graph.sizes[value], value))]
             reduced += maker < 0 or graph.ops[maker].kind is not Kind.REDUCTION
-    return copied + len(gradients) + reduced
+    updates = collections.Counter(gradient_of.values())
+    return copied + sum(count > 1 for count in updates.values()) + reduced

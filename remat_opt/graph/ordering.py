@@ -1,9 +1,10 @@
 """In which order a compiler runs the kernels of a step that says only which depends on which.
 
-A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's GPU compiler (and its CPU compiler, where it
-is asked to save memory) tries three orders and takes the one that needs least, `least_memory_orders`; its CPU compiler
-by itself takes the one in which most can run side by side, `breadth_first`. The names and rules are those of XLA's
-`hlo_memory_scheduler.cc`; sizes are those of the graph, so that an order is only as true as they are.
+A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's CPU compiler takes the order in which most
+can run side by side, `breadth_first`, and `depth_first` where it is asked to save memory; its GPU compiler `greedy`.
+Their rules are those of XLA's `hlo_memory_scheduler.cc`; which is taken is what compiled steps show. A TPU's compiler
+keeps the program's order, with updates as early as they can be. Sizes are those of the graph, so that an order is only
+as true as they are.
 """
 
 from __future__ import annotations
@@ -14,14 +15,12 @@ from collections.abc import Callable, Sequence
 
 from remat_opt.graph.derive import early_order
 from remat_opt.graph.graph import Graph, Kind
-from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import Run, Schedule
 
 
 def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
     """The order in which a platform's compiler runs a step's kernels."""
     if platform == "cpu":
-        return least_memory(graph) if saving_memory else breadth_first(graph)
+        return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform in ("cuda", "rocm"):
         return greedy(graph)
     return early_order(graph)
@@ -140,10 +139,3 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
         extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers), len(graph.ops))
         sizes[index] = min(made + sum(sizes[m] for m in makers), total)
     return _post_order(graph, lambda op: (-extra[op], -sizes[op], op))
-
-
-def least_memory(graph: Graph) -> tuple[int, ...]:
-    """Of two of the three orders the one with the least peak. The third, depth first without a preference, follows the
-    compiler's own list of operands, which is not known here."""
-    orders = [greedy(graph), depth_first(graph)]
-    return min(orders, key=lambda order: simulate(graph, Schedule((Run(order),))).peak)
