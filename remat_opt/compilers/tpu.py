@@ -87,7 +87,8 @@ def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
     for op in graph.ops:
         if op.kind is Kind.ELEMENTWISE and outputs.issuperset(op.outputs):
             made = [gradient_of.get(value, value) for value in op.inputs if graph.producer[value] >= 0]
-            gradient_of.update({value: made[0] for value in op.outputs if made})
+            if made:
+                gradient_of.update(dict.fromkeys(op.outputs, max(made, key=lambda value: (graph.sizes[value], value))))
         elif op.kind is Kind.REDUCTION and op.inputs and not accumulated.isdisjoint(op.outputs):
             maker = graph.producer[max(op.inputs, key=lambda value: (graph.sizes[value], value))]
             reduced += maker < 0 or graph.ops[maker].kind is not Kind.REDUCTION
