@@ -13,6 +13,7 @@ the state donated; the tests' steps (`tests/training_steps.py`) are as they are 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import subprocess
@@ -96,9 +97,9 @@ def load_step(row: Row) -> tuple[Callable[..., Any], tuple, dict[str, Any], dict
     """A row's step, its arguments, and options of `jax.jit`."""
     if row.network.startswith("steps/"):
         sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-        from training_steps import STEPS
+        steps = importlib.import_module("training_steps").STEPS
 
-        case = STEPS[row.network.removeprefix("steps/")]()
+        case = steps[row.network.removeprefix("steps/")]()
         return case.step, case.make_args(), case.make_kwargs(), {}
     from remat_opt.examples.registry import make_example
 
@@ -171,8 +172,10 @@ def to_markdown(results: dict[str, dict]) -> str:
             measured = figures["temp_bytes"]
             cells += [megabytes(measured), f"{(predicted - measured) / measured:+.0%}"]
         plain, optimized = (result["measured"][step] for step in ("plain", "optimized"))
-        both = plain is not None and optimized is not None
-        cells.append(f"{optimized['temp_bytes'] / plain['temp_bytes']:.0%}" if both else "–")
+        if plain is not None and optimized is not None:
+            cells.append(f"{optimized['temp_bytes'] / plain['temp_bytes']:.0%}")
+        else:
+            cells.append("–")
         cells.append(f"{result['extra_flops']:.0%}")
         cells.append((optimized or plain or {}).get("jax_version", "–"))
         lines.append("| " + " | ".join(cells) + " |")

@@ -51,9 +51,8 @@ class Reader:
         self.ops: list[Op] = []
         self.equations: list[Equation] = []  # of each op
         self.constants: dict[int, int] = {}
-        self.same: dict[
-            int, tuple[int, int]
-        ] = {}  # for what comes out of a barrier the buffer, and the barrier's token
+        # For what comes out of a barrier the buffer, and the barrier's token; for what is renamed the buffer.
+        self.same: dict[int, tuple[int, ...]] = {}
         self.producer = {value: equation for equation in program.equations for value in equation.outputs}
         self.readers: dict[int, list[Equation]] = {}
         for equation in program.equations:
