@@ -6,17 +6,20 @@
 Each row is compiled in a process of its own and kept in `benchmarks/results/predicted_memory.json` as soon as it is
 there, so that a run can be stopped and taken up again; `predicted_memory.md` is the same as a table. Nothing runs and
 nothing is allocated; the devices need not be here (extras `cuda-aot`, `tpu-aot`). Steps are float32, SGD with momentum,
-the state donated. A plain step is compiled as `jax.jit` would.
+the state donated; the tests' steps (`tests/training_steps.py`) are as they are there. A plain step is compiled as
+`jax.jit` would.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,54 +28,98 @@ ACCELERATORS = ("h200", "v5e")
 
 
 class Row(NamedTuple):
-    """One network on one target: images in a batch and pixels of an image's side."""
+    """One network on one target, with the batch and size of `remat_opt.examples`, or one of the tests' steps."""
 
     network: str
-    batch: int
-    size: int
+    batch: int | None
+    size: int | None
     target: str
+
+    @property
+    def name(self) -> str:
+        """The network with its sizes."""
+        return self.network if self.batch is None else f"{self.network}, {self.batch}, {self.size}"
 
     @property
     def key(self) -> str:
         """Its name in the results."""
-        return f"{self.network} {self.batch}×{self.size}² {self.target}"
+        return f"{self.name} {self.target}"
 
 
 _SIZES = (
-    ("alexnet", 1024),
-    ("vgg16", 64),
-    ("resnet50", 64),
-    ("resnet152", 16),
-    ("densenet121", 32),
-    ("densenet201", 16),
+    ("alexnet", 1024, 224),
+    ("vgg11", 64, 224),
+    ("vgg16", 64, 224),
+    ("resnet18", 256, 224),
+    ("resnet50", 64, 224),
+    ("resnet152", 16, 224),
+    ("densenet121", 32, 224),
+    ("densenet201", 16, 224),
+    ("inception_v3", 32, 300),
+    ("darts", 64, 32),
+    ("wide_resnet28_2", 128, 32),
+    ("unet", 8, 572),
+    ("vit_b16", 64, 224),
+    ("gpt", 8, 512),
+    ("gpt_scan", 8, 512),
+    ("lstm_scan", 64, 1000),
+    ("transformer_base", 100, 32),
 )
 _ON_THE_CPU = (
     ("alexnet", 32, 224),
+    ("vgg11", 4, 128),
     ("vgg16", 4, 128),
+    ("resnet18", 8, 128),
     ("resnet50", 8, 128),
     ("resnet152", 4, 128),
     ("densenet121", 8, 128),
+    ("inception_v3", 4, 300),
+    ("wide_resnet28_2", 32, 32),
+    ("unet", 1, 284),
+    ("vit_b16", 4, 224),
+    ("gpt_scan", 2, 512),
+    ("lstm_scan", 16, 1000),
+    ("transformer_base", 10, 32),
+)
+_STEPS = (
+    *("mlp", "conv_net", "u_net", "gan", "transformer", "dropout", "nnx", "nnx_jit", "equinox", "vjp", "has_aux"),
+    *("checkpoint_blocks", "checkpoint_policy", "hand_written_attention", "random_wiring", "mixed_precision"),
+    *("keyword_and_static", "micro_batches"),
 )
 ROWS = (
     *(Row(network, batch, size, "cpu") for network, batch, size in _ON_THE_CPU),
-    *(Row(network, batch, 224, target) for target in ACCELERATORS for network, batch in _SIZES),
+    *(Row(network, batch, size, target) for target in ACCELERATORS for network, batch, size in _SIZES),
+    *(Row(f"steps/{step}", None, None, target) for target in ("cpu", *ACCELERATORS) for step in _STEPS),
 )
+
+
+def load_step(row: Row) -> tuple[Callable[..., Any], tuple, dict[str, Any], dict[str, Any]]:
+    """A row's step, its arguments, and options of `jax.jit`."""
+    if row.network.startswith("steps/"):
+        sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+        steps = importlib.import_module("training_steps").STEPS
+
+        case = steps[row.network.removeprefix("steps/")]()
+        return case.step, case.make_args(), case.make_kwargs(), {}
+    from remat_opt.examples.registry import make_example
+
+    example = make_example(row.network, batch=row.batch, size=row.size)
+    return example.train_step, example.abstract_args, {}, {"donate_argnums": example.donate_argnums}
 
 
 def measure_row(row: Row) -> dict[str, Any]:
     """Plan and compile one row, in this process."""
     import remat_opt
-    from remat_opt.examples import image_classifier
 
-    example = image_classifier(row.network, batch=row.batch, size=row.size)
-    step = remat_opt.optimize(example.train_step, target=row.target, donate_argnums=example.donate_argnums)
+    given, args, kwargs, options = load_step(row)
+    step = remat_opt.optimize(given, target=row.target, **options)
     started = time.perf_counter()
-    predicted = step.plan(*example.abstract_args).predicted
+    predicted = step.plan(*args, **kwargs).predicted
     planned = time.perf_counter() - started
     import jax
 
-    jitted = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
-    found = remat_opt.measure(jitted, *example.abstract_args, target=row.target)
+    plain = jax.jit(given, **options) if options else given
+    found = remat_opt.measure(plain, *args, target=row.target, **kwargs)
     return {
         **row._asdict(),
         "predicted": {"plain": predicted.plain_peak_bytes, "optimized": predicted.peak_bytes},
@@ -96,31 +143,39 @@ def errors_of(results: dict[str, dict]) -> list[float]:
     return [abs(predicted - measured) / measured for predicted, measured in pairs]
 
 
+def megabytes(count: int) -> str:
+    """A number of bytes in MB, three digits."""
+    return f"{count / 1e6:.0f}" if count >= 1e8 else f"{count / 1e6:.3g}"
+
+
 def to_markdown(results: dict[str, dict]) -> str:
     """All results as a table, MB of temporary memory."""
     lines = [
         "# Predicted and compiled temporary memory",
         "",
-        "MB (10^6 bytes), float32, SGD with momentum, state donated; written by "
+        "MB (10^6 bytes), float32, SGD with momentum, state donated (the tests' steps as they are); written by "
         "`python -m benchmarks.predicted_memory`. Figures for an absent GPU are without autotuning.",
         "",
-        "| network, batch, image | target | plain: predicted | compiled | error "
+        "| network, batch, size | target | plain: predicted | compiled | error "
         "| optimised: predicted | compiled | error | against plain | extra FLOPs | jax |",
         "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---|",
     ]
     for result in results.values():
-        cells = [f"{result['network']}, {result['batch']}, {result['size']}²", result["target"]]
+        row = Row(*(result[field] for field in Row._fields))
+        cells = [row.name, row.target]
         for step in ("plain", "optimized"):
             figures, predicted = result["measured"][step], result["predicted"][step]
-            cells.append(f"{predicted / 1e6:.0f}")
+            cells.append(megabytes(predicted))
             if figures is None:
                 cells += ["does not fit", "–"]
                 continue
             measured = figures["temp_bytes"]
-            cells += [f"{measured / 1e6:.0f}", f"{(predicted - measured) / measured:+.0%}"]
+            cells += [megabytes(measured), f"{(predicted - measured) / measured:+.0%}"]
         plain, optimized = (result["measured"][step] for step in ("plain", "optimized"))
-        both = plain is not None and optimized is not None
-        cells.append(f"{optimized['temp_bytes'] / plain['temp_bytes']:.0%}" if both else "–")
+        if plain is not None and optimized is not None:
+            cells.append(f"{optimized['temp_bytes'] / plain['temp_bytes']:.0%}")
+        else:
+            cells.append("–")
         cells.append(f"{result['extra_flops']:.0%}")
         cells.append((optimized or plain or {}).get("jax_version", "–"))
         lines.append("| " + " | ".join(cells) + " |")

@@ -96,8 +96,8 @@ def run_as_given(prepared: Prepared, settings: Settings, note: str) -> Decision:
 
 
 def decision_of(found: Found, settings: Settings) -> Decision:
-    """The decision for a schedule that was found elsewhere; nothing is compiled."""
-    return _Decider(found.prepared.given or found.prepared, settings, None).decision(found)
+    """The decision for a schedule that was found elsewhere; nothing is compiled, and its peak is the search's."""
+    return _Decider(found.prepared.given or found.prepared, settings, None).decision(found, as_searched=True)
 
 
 class _Decider:
@@ -282,13 +282,21 @@ class _Decider:
     def plain(self, note: str, figures: Figures | None = None) -> Decision:
         return self.decision(Found(self.given, self.given.problem.plain), figures or self.plain_figures, note=note)
 
-    def decision(self, found: Found, measured: Figures | None = None, note: str = "") -> Decision:
+    def decision(
+        self, found: Found, measured: Figures | None = None, note: str = "", *, as_searched: bool = False
+    ) -> Decision:
         prepared, solution = found.prepared, found.solution
+        if found.runs_as_given:
+            peak = prepared.as_given
+        elif as_searched or not prepared.can_be_foreseen:
+            peak = found.peak
+        else:
+            peak = prepared.as_written(solution)
         names = prepared.names(solution.choice)
         graph, given = prepared.bridge.graph, self.given.bridge.graph
         predicted = Prediction(
             plain_peak_bytes=prepared.as_given,
-            peak_bytes=prepared.as_given if found.runs_as_given else found.peak,
+            peak_bytes=peak,
             saved_bytes=sum(graph.sizes[value] for value in solution.choice.saved),
             flops=given.flops,
             extra_flops=found.extra_flops,

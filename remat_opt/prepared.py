@@ -8,21 +8,25 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+from remat_opt.compilers.model import compiled, peak_of
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Graph
-from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import save_everything
 from remat_opt.looping import write_loops
 from remat_opt.loops.choose import LoopChoices
+from remat_opt.program import compat
 from remat_opt.program.capture import Captured
 from remat_opt.program.fingerprint import fingerprint
-from remat_opt.program.inline import Program
+from remat_opt.program.inline import Program, inline
 from remat_opt.program.names import name_values
 from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
 from remat_opt.write.train_step import write
+
+MOST_FORESEEN = 30_000  # equations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,16 +96,41 @@ class Prepared:
 
     @functools.cached_property
     def graph_as_given(self) -> Graph:
-        """The graph of the step as it was given: compiled as it is, without the forms that only we write."""
+        """The step as it was given, as the target's compiler runs it; of a very large one as the search sees it."""
         if self.given:
             return self.given.graph_as_given
-        return _bridge(self.captured.given, self.captured, self.target, as_given=True).graph
+        if not self.can_be_foreseen:
+            return self.bridge.graph
+        program = self.captured.given
+        if program.entered_checkpoints and not compat.expands_barriers(self.target.platform):
+            program = inline(self.captured.traced.jaxpr, with_barriers=True, keep_names=False)
+        return self._compiled(program)
 
     @functools.cached_property
     def as_given(self) -> int:
-        """Predicted peak in bytes of the step as it was given, in its own order."""
-        graph = self.graph_as_given
-        return simulate(graph, save_everything(graph)).peak if graph.ops else 0
+        """Predicted peak in bytes of the step as it was given."""
+        return peak_of(self.graph_as_given)
+
+    @property
+    def can_be_foreseen(self) -> bool:
+        """Whether the compilers' model knows the step as it is written: segments inside bodies it cannot read yet, and
+        a very large step takes it long; for these the search's own peak stands."""
+        bodies = self.loops.bodies if self.given and self.loops else 0
+        return not bodies and len(self.captured.program.equations) <= MOST_FORESEEN
+
+    def graph_as_written(self, solution: Solution) -> Graph:
+        """The step as `emit` writes it for a solution, as the target's compiler runs it."""
+        avals = [compat.abstract(aval) for aval in self.captured.input_avals]
+        closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*avals)
+        return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
+
+    def as_written(self, solution: Solution) -> int:
+        """Predicted peak in bytes of the step as it is written for a solution."""
+        return peak_of(self.graph_as_written(solution))
+
+    def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
+        donated, platform = self.captured.donated, self.target.platform
+        return compiled(program, self.rates, donated, platform=platform, saving_memory=saving_memory)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -124,6 +153,6 @@ def prepare(captured: Captured, target: Target) -> Prepared:
     return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
 
 
-def _bridge(program: Program, captured: Captured, target: Target, *, as_given: bool = False) -> Bridge:
+def _bridge(program: Program, captured: Captured, target: Target) -> Bridge:
     rates = Rates(target.bandwidth, target.flops)
-    return build(program, rates, captured.donated, platform=target.platform, as_given=as_given)
+    return build(program, rates, captured.donated, platform=target.platform)

@@ -77,7 +77,7 @@ def compare(name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec) ->
     }
     plain, ours = jax.jit(fun, **options), remat_opt.optimize(fun, **options)
     x = jax.device_put(jax.random.normal(jax.random.key(9), (BATCH, WIDTH)), shardings[1])
-    results, temporary = [], []
+    results, temporary, value = [], [], None
     for function in (plain, ours):
         state = jax.device_put(new_state(), shardings[0])
         temporary.append(function.lower(state, x).compile().memory_analysis().temp_size_in_bytes)

@@ -13,6 +13,9 @@ from remat_opt.graph.derive import Choice
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 
+# What a step to plan is made of; the other kinds are of compiled programs.
+KINDS = [Kind.ELEMENTWISE, Kind.REDUCTION, Kind.CONTRACTION, Kind.OPAQUE]
+
 
 class Sketch:
     """A graph in the making. Its methods return the ids of the values that they add."""
@@ -117,7 +120,7 @@ class _RandomStep:
             outputs.extend(updated.values())
             donated.update(updated)
             if self.source.random() < 0.3:  # a norm or an average of the old weight
-                outputs.append(self.sketch.op(weight, size=self.size(), kind=self.source.choice(list(Kind))))
+                outputs.append(self.sketch.op(weight, size=self.size(), kind=self.source.choice(KINDS)))
         outputs += [self.source.choice(op.outputs) for op in self.sketch.ops if self.source.random() < 0.05]
         return self.sketch.graph(*dict.fromkeys(outputs), donated=donated if self.donate else {})
 
@@ -132,7 +135,7 @@ class _RandomStep:
             values += self.sketch.ops_of(
                 *dict.fromkeys(reads),
                 sizes=[self.size() for _ in range(2 if self.source.random() < 0.2 else 1)],
-                kind=self.source.choice(list(Kind)),
+                kind=self.source.choice(KINDS),
                 seconds=self.source.randint(1, 5),
                 repeatable=self.source.random() > 0.1,
             )
@@ -152,7 +155,7 @@ class _RandomStep:
             targets = [value for value in op.inputs if value not in self.data]
             if not targets:
                 continue
-            kind = self.source.choice(list(Kind))
+            kind = self.source.choice(KINDS)
             sizes = [self.sketch.sizes[value] for value in targets]
             made = self.sketch.ops_of(*dict.fromkeys((*arrived, *residuals)), sizes=sizes, kind=kind)
             for value, cotangent in zip(targets, made, strict=True):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 from hypothesis import given
-from random_graphs import Sketch, training_graph, unfused_training_graphs
+from random_graphs import KINDS, Sketch, training_graph, unfused_training_graphs
 
 from remat_opt.graph.fusion import fuse, materialised
 from remat_opt.graph.graph import Graph, Kind, Op, chain
@@ -254,7 +254,7 @@ def test_random_graphs_are_the_same_for_the_same_seed() -> None:
 def test_random_graphs_have_all_that_the_laws_are_about() -> None:
     graphs = [training_graph(random.Random(seed), 8) for seed in range(100)]
     ops = [op for graph in graphs for op in graph.ops]
-    assert {op.kind for op in ops} == set(Kind)
+    assert {op.kind for op in ops} == set(KINDS)
     assert any(not op.repeatable for op in ops)
     assert any(len(op.outputs) > 1 for op in ops)
     assert any(graph.aliases for graph in graphs)

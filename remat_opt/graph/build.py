@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,6 @@ from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
-from remat_opt.program.masks import is_zero
 from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
 
 _ELEMENTWISE_NAMES = """
@@ -35,16 +34,16 @@ _REDUCTION_NAMES = """
 """
 
 
-def _named(names: str) -> frozenset:
+def named(names: str) -> frozenset:
     found = (getattr(P, f"{name}_p", None) for name in names.split())
     return frozenset(primitive for primitive in found if primitive is not None)
 
 
-ELEMENTWISE = _named(_ELEMENTWISE_NAMES) | {compat.pvary_p}
-REDUCTION = _named(_REDUCTION_NAMES)
+ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p}
+REDUCTION = named(_REDUCTION_NAMES)
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
 # Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
-_MOVES = _named(
+MOVES = named(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
     "stop_gradient transpose"
 ) | {compat.pvary_p}
@@ -72,31 +71,26 @@ class Bridge:
     behind_barriers: frozenset[int] = frozenset()
 
 
-def build(
-    program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, platform: str = "", as_given: bool = False
-) -> Bridge:
-    """Build the graph of a flat program.
+def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, platform: str = "") -> Bridge:
+    """Build the graph of a flat program as it is to be planned and written.
 
     Args:
         program: the flat jaxpr.
         rates: FLOP/s and bytes/s of the target.
         donated: for each input of the program whether its buffer may be reused.
         platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
-        as_given: the step is not written again, so that none is.
     """
     known_workspaces = dict(program.workspaces)
     constant_equations: dict[int, int] = {}
     ops: list[Op] = []
     equation_of: list[int] = []
     for index, equation in enumerate(program.equations):
-        if _is_constant(equation, constant_equations):
+        if is_constant(equation, constant_equations):
             constant_equations.update(dict.fromkeys(equation.outputs, index))
             continue
-        op = _op(program, equation, rates, constant_equations)
-        if not as_given and without_scatter(equation, platform):
+        op = op_of(program, equation, rates, constant_equations)
+        if without_scatter(equation, platform):
             op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
-        elif as_given and platform == "cpu" and equation.primitive is P.concatenate_p:
-            op = dataclasses.replace(op, kind=Kind.OPAQUE)
         else:
             space = workspace_of(equation, program, platform)
             inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
@@ -107,10 +101,6 @@ def build(
         ops.append(op)
         equation_of.append(index)
     sizes = [bytes_of(aval) for aval in program.avals]
-    if as_given and platform in _SHARING_ZEROS:
-        _share_zeros(program, equation_of, ops, sizes)
-    if as_given and platform == "cpu":
-        _copy_early(program, equation_of, ops, sizes)
     unfused = Graph(
         sizes=tuple(sizes),
         ops=tuple(ops),
@@ -118,10 +108,10 @@ def build(
         outputs=tuple(
             dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations)
         ),
-        aliases=_aliases(program, donated, constant_equations),
+        aliases=aliases_of(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    fusion = fuse(unfused, with_sums=not as_given)
+    fusion = fuse(unfused, with_sums=True)
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
     return Bridge(
         fusion.graph,
@@ -133,11 +123,11 @@ def build(
     )
 
 
-def _is_constant(equation: Equation, known: dict[int, int]) -> bool:
+def is_constant(equation: Equation, known: dict[int, int]) -> bool:
     return equation.primitive in ELEMENTWISE and all(isinstance(x, Constant) or x in known for x in equation.inputs)
 
 
-def _op(program: Program, equation: Equation, rates: Rates, constants: dict[int, int]) -> Op:
+def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[int, int]) -> Op:
     inputs = tuple(dict.fromkeys(x for x in equation.inputs if not isinstance(x, Constant) and x not in constants))
     flops = flops_of(equation, program)
     read = sum(bytes_of(program.avals[value]) for value in inputs)
@@ -187,7 +177,7 @@ def _has_product(params: dict[str, Any]) -> bool:
     )
 
 
-def _aliases(program: Program, donated: tuple[bool, ...], constants: dict[int, int]) -> tuple[tuple[int, int], ...]:
+def aliases_of(program: Program, donated: tuple[bool, ...], constants: dict[int, int]) -> tuple[tuple[int, int], ...]:
     """Pair donated inputs with outputs of equal type, in order, as the lowering of `jax.jit` does."""
     free: dict[Any, list[int]] = {}
     for value, given in zip(program.inputs, donated, strict=False):
@@ -226,33 +216,6 @@ def bytes_of(aval: Any) -> int:
     return math.prod(shape) * compat.item_bytes(dtype)
 
 
-# Compilers that make one array of zeros of each shape that a scatter needs, for all who read zeros of that shape.
-_SHARING_ZEROS = frozenset({"cuda", "rocm"})
-
-
-def _share_zeros(program: Program, equation_of: Sequence[int], ops: list[Op], sizes: list[int]) -> None:
-    """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
-
-    A rectifier's own zeros are fused; but the same broadcast is needed in memory later, so that the first kernel that
-    has it stores it.
-    """
-    first: dict[tuple, int] = {}
-    for index, at in enumerate(equation_of):
-        equation = program.equations[at]
-        if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
-            continue
-        aval = program.avals[equation.outputs[0]]
-        if equation.primitive is P.max_p and is_zero(equation.inputs[1]):
-            first.setdefault((aval.shape, aval.dtype), index)
-        elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
-            maker = first[aval.shape, aval.dtype]
-            zeros = len(sizes)
-            sizes.append(bytes_of(aval))
-            ops[maker] = dataclasses.replace(ops[maker], outputs=(*ops[maker].outputs, zeros))
-            # The scatter's result takes their place.
-            ops[index - 1] = dataclasses.replace(ops[index - 1], inputs=(*ops[index - 1].inputs, zeros))
-
-
 def workspace_of(equation: Equation, program: Program, platform: str) -> int:
     """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
     operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
@@ -261,7 +224,7 @@ def workspace_of(equation: Equation, program: Program, platform: str) -> int:
     if equation.primitive is P.concatenate_p and platform == "cpu":
         return bytes_of(program.avals[equation.outputs[0]])  # copied by a routine of its own, never fused
     if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
-        copied = _cpu_conv_copies(equation.params["dimension_numbers"])
+        copied = cpu_conv_copies(equation.params["dimension_numbers"])
         avals = (*operands[:2], program.avals[equation.outputs[0]])
         return sum(bytes_of(aval) for aval, is_copied in zip(avals, copied, strict=True) if is_copied)
     return 0
@@ -276,7 +239,7 @@ def _scatter_workspace(source: Any, operand: Any, platform: str) -> int:
     return windows + elements
 
 
-def _cpu_conv_copies(numbers: Any) -> tuple[bool, bool, bool]:
+def cpu_conv_copies(numbers: Any) -> tuple[bool, bool, bool]:
     """Whether image, kernel and result of a convolution are copied: the CPU has kernels for images as (batch, space,
     features) and weights as (space, inputs, features) alone. Both operands of a weight's gradient lie otherwise."""
     last = len(numbers.lhs_spec) - 1
@@ -286,26 +249,6 @@ def _cpu_conv_copies(numbers: Any) -> tuple[bool, bool, bool]:
         tuple(numbers.rhs_spec) != of_kernel,
         tuple(numbers.out_spec) != of_image,
     )
-
-
-def _copy_early(program: Program, equation_of: Sequence[int], ops: list[Op], sizes: list[int]) -> None:
-    """Let the copies of convolutions' operands live from when the operand is made: the CPU compiler's default order of
-    instructions favours concurrency, and a copy waits for nothing else."""
-    maker: dict[int, int] = {}
-    for index, at in enumerate(equation_of):
-        equation = program.equations[at]
-        if equation.primitive is P.conv_general_dilated_p:
-            copied = _cpu_conv_copies(equation.params["dimension_numbers"])
-            for operand, is_copied in zip(equation.inputs, copied, strict=False):
-                if not is_copied or isinstance(operand, Constant) or operand not in ops[index].inputs:
-                    continue
-                copy, made = len(sizes), maker.get(operand, 0)
-                sizes.append(sizes[operand])
-                ops[made] = dataclasses.replace(ops[made], outputs=(*ops[made].outputs, copy))
-                ops[index] = dataclasses.replace(
-                    ops[index], inputs=(*ops[index].inputs, copy), workspace=ops[index].workspace - sizes[operand]
-                )
-        maker.update(dict.fromkeys(equation.outputs, index))
 
 
 # FLOPs
@@ -322,7 +265,7 @@ def _flops(primitive: Any, params: dict[str, Any], operands: list[Any], results:
     rule = _FLOP_RULES.get(primitive)
     if rule is not None:
         return rule(params, operands, results)
-    if primitive in _MOVES:
+    if primitive in MOVES:
         return 0.0
     inner = compat.jaxprs_in(params)
     if inner:

@@ -22,11 +22,17 @@ a kernel reads them, so that none is ever carried across a barrier.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from remat_opt.graph.graph import Graph, Kind, Op
 
 MOST_SOURCES = 16
-_STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
+_STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE, Kind.BARRIER)
+
+
+def reads_buffers(op: Op) -> bool:
+    """Whether the operands of an op are buffers."""
+    return op.kind in _STORED_OPERANDS or op.of_buffers
 
 
 def materialised(graph: Graph) -> list[bool]:
@@ -34,7 +40,7 @@ def materialised(graph: Graph) -> list[bool]:
     return _stored(graph, None)
 
 
-def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
+def _stored(graph: Graph, sums: set[int] | None, by_kernels: bool = False) -> list[bool]:
     """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
     stored = [graph.fused] * len(graph.sizes)
     if graph.fused:
@@ -45,14 +51,16 @@ def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
         if op.kind is not Kind.ELEMENTWISE or not op.repeatable:
             for value in op.outputs:
                 stored[value] = True
-        if op.kind in _STORED_OPERANDS:
+        if reads_buffers(op):
             for value in op.inputs:
                 stored[value] = True
-    _store_what_is_dear_to_fuse(graph, stored, sums)
+    _store_what_is_dear_to_fuse(graph, stored, sums, kernels_of(graph, stored) if by_kernels else None)
     return stored
 
 
-def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
+def _store_what_is_dear_to_fuse(
+    graph: Graph, stored: list[bool], sums: set[int] | None, kernels: Sequence[frozenset[int]] | None
+) -> None:
     sources: dict[int, frozenset[int]] = {}
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
     passed_on = _passed_on(graph) if sums is not None else []
@@ -63,7 +71,10 @@ def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int]
         for value in op.outputs:
             if stored[value]:
                 continue
-            readers, size = len(graph.users[value]), graph.sizes[value]
+            users, size = graph.users[value], graph.sizes[value]
+            readers = len(users)
+            if kernels is not None:
+                readers = min(readers, len(frozenset().union(*(kernels[user] for user in users))))
             moved = sum(graph.sizes[source] for source in read)
             if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
@@ -113,25 +124,65 @@ class Fusion:
     sums: frozenset[int] = frozenset()
 
 
-def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
-    """Merge virtual values into the kernels that read them; by rules 1 to 3, and on request 4."""
+def fuse(graph: Graph, *, with_sums: bool = False, by_kernels: bool = False) -> Fusion:
+    """Merge virtual values into the kernels that read them, by rules 1 to 3.
+
+    Args:
+        graph: what `Fusion` is made of.
+        with_sums: rule 4 holds, too.
+        by_kernels: rule 3 counts ops that read a value and are parts of one kernel once.
+    """
     sums: set[int] = set()
-    stored = _stored(graph, sums if with_sums else None)
+    stored = _stored(graph, sums if with_sums else None, by_kernels)
+    return merge(graph, stored, sums=frozenset(sums))
+
+
+def kernels_of(graph: Graph, stored: Sequence[bool]) -> list[frozenset[int]]:
+    """For each op the kernels that it is computed in, by the ops whose results these store."""
+    kernels: list[frozenset[int]] = [frozenset()] * len(graph.ops)
+    for index in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[index]
+        if op.kind is not Kind.ELEMENTWISE or any(stored[value] for value in op.outputs):
+            kernels[index] = frozenset([index])
+        else:
+            kernels[index] = frozenset().union(*(kernels[user] for value in op.outputs for user in graph.users[value]))
+    return kernels
+
+
+def merge(
+    graph: Graph, stored: Sequence[bool], copied: frozenset[int] = frozenset(), sums: frozenset[int] = frozenset()
+) -> Fusion:
+    """Merge values that are not stored into the kernels that read them.
+
+    Args:
+        graph: what `Fusion` is made of.
+        stored: for each value whether it is a buffer.
+        copied: buffers that only readers of buffers read: all others compute them again from what they are made of.
+        sums: as of `Fusion`.
+    """
     sources: dict[int, tuple[int, ...]] = {}
     chains: dict[int, tuple[int, ...]] = {}  # for a virtual value the ops that make it from its sources
     virtual: dict[int, int] = {}
     kernels: list[Op] = []
     op_of: list[int] = []
     for index, op in enumerate(graph.ops):
-        inputs = tuple(dict.fromkeys(v for value in op.inputs for v in sources.get(value, (value,))))
-        chain = tuple(dict.fromkeys(o for value in op.inputs for o in chains.get(value, ())))
+        whole = copied if reads_buffers(op) else ()
+        inputs = tuple(
+            dict.fromkeys(
+                v for value in op.inputs for v in ((value,) if value in whole else sources.get(value, (value,)))
+            )
+        )
+        chain = tuple(dict.fromkeys(o for value in op.inputs if value not in whole for o in chains.get(value, ())))
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
                 sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
             continue
+        for value in op.outputs:
+            if value in copied:
+                sources[value], chains[value] = inputs, (*chain, index)
         flops = op.flops + sum(graph.ops[o].flops for o in chain)
         workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
         kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace))
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
-    return Fusion(fused, tuple(op_of), virtual, frozenset(sums))
+    return Fusion(fused, tuple(op_of), virtual, sums)

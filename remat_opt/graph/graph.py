@@ -20,7 +20,9 @@ class Kind(enum.Enum):
     ELEMENTWISE = "elementwise"  # fused into its users: neither operands nor results need buffers of their own
     REDUCTION = "reduction"  # its producers are fused into it; its result is a buffer
     CONTRACTION = "contraction"  # a library convolution or product: operands and results are buffers
+    PRODUCT = "product"  # a contraction into which elementwise operands are fused; its result is a buffer
     OPAQUE = "opaque"  # loops, sorts, calls, …: operands and results are buffers
+    BARRIER = "barrier"  # runs nothing; its operands are buffers, and behind it nobody knows what made them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +38,8 @@ class Op:
         repeatable: whether it may be run a second time.
         name: the primitive's name, for reports only.
         workspace: bytes that are live only while it runs, beside its operands and results.
+        dear: elementwise, but too much arithmetic to be done in more than one kernel.
+        of_buffers: its operands are buffers although its kind does not ask for that.
     """
 
     inputs: tuple[int, ...]
@@ -46,6 +50,8 @@ class Op:
     repeatable: bool = True
     name: str = ""
     workspace: int = 0
+    dear: bool = False
+    of_buffers: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -77,6 +77,7 @@ def _mapping() -> Any:
     return jax.make_jaxpr(fun)(np.zeros(1)).jaxpr.eqns[0]
 
 
+layout_constraint_p = _primitive_of(lambda x: with_layout_constraint(x, Layout((0,))), np.zeros(1))
 shard_map_p = _mapping().primitive
 pvary_p = _mapping().params["jaxpr"].eqns[0].primitive  # moves nothing: a type for the checks of shard_map
 
@@ -118,6 +119,20 @@ def bind_remat(jaxpr: Any, inputs: Sequence[Any], through_barrier: Sequence[bool
     return remat_p.bind(
         *inputs, jaxpr=jaxpr, prevent_cse=tuple(map(bool, through_barrier)), differentiated=True, policy=policy
     )
+
+
+def covered_by_barrier(params: dict[str, Any], count: int) -> tuple[bool, ...]:
+    """Which inputs of a `remat_p` equation its lowering takes through the `optimization_barrier`."""
+    prevents = params["prevent_cse"]
+    if not params["differentiated"]:
+        return (False,) * count
+    return tuple(prevents) if isinstance(prevents, tuple) else (bool(prevents),) * count
+
+
+def expands_barriers(platform: str) -> bool:
+    """Whether a platform's compiler takes barriers away before it merges equal work, so that a checkpoint saves nothing
+    (JAX issue 19822: the CPU's, before jax 0.12; `targets/options.py` keeps it from doing so)."""
+    return platform == "cpu" and jax.__version_info__ < (0, 12)
 
 
 def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:

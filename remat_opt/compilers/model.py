@@ -1,0 +1,105 @@
+"""A flat program as a platform's compiler runs it: what it makes of each equation, what it stores, in which order.
+
+The planner's own graph (`build.py`) is of a program that is still to be written: it has the order of a schedule, and
+the freedom of a search. Here a program is given as it is lowered, plain or written by us; the compiler reads it, knows
+dependencies but no order, and its rules decide what is live when. Each rule below is one of an operation or a backend.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat_opt.compilers import tpu
+from remat_opt.compilers.reader import Reader
+from remat_opt.graph import ordering
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.fusion import fuse
+from remat_opt.graph.fusion_loops import fuse_loops
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
+from remat_opt.program.inline import Program
+
+
+def compiled(
+    program: Program,
+    rates: Rates,
+    donated: tuple[bool, ...] = (),
+    *,
+    platform: str = "",
+    saving_memory: bool = False,
+) -> Graph:
+    """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
+
+    Args:
+        program: as it is lowered.
+        rates: FLOP/s and bytes/s of the target.
+        donated: for each input of the program whether its buffer may be reused.
+        platform: "cpu", "cuda" or "tpu".
+        saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
+    """
+    reader = Reader(program, rates, platform)
+    unfused = with_copies_of_donated(reader.read(donated))
+    graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused, by_kernels=True)).graph
+    if platform == "tpu":
+        graph = reader.in_tiles(graph)
+    order = ordering.order_of(graph, platform, saving_memory)
+    graph = sharing_places(dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order)))
+    return tpu.on_chip(graph, reader.accumulated()) if platform == "tpu" and graph.ops else graph
+
+
+def peak_of(graph: Graph) -> int:
+    """Bytes of temporary memory of a step that runs its ops in the graph's order."""
+    return simulate(graph, save_everything(graph)).peak if graph.ops else 0
+
+
+def sharing_places(graph: Graph) -> Graph:
+    """A graph whose elementwise kernels write over an operand of their result's size that nobody reads after them.
+
+    The result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
+    """
+    last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
+    kept = {*graph.inputs, *graph.outputs}
+    ops = list(graph.ops)
+    for index, op in enumerate(ops):
+        if op.kind is not Kind.ELEMENTWISE:
+            continue
+        free = [graph.sizes[v] for v in op.inputs if last[v] == index and v not in kept]
+        for value in op.outputs:
+            if value not in kept and graph.sizes[value] in free:
+                free.remove(graph.sizes[value])
+                op = dataclasses.replace(op, workspace=op.workspace - graph.sizes[value])
+        ops[index] = op
+    return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def with_copies_of_donated(graph: Graph) -> Graph:
+    """A graph in which no update overwrites a donated argument that is still to be read.
+
+    Compilers decide by dependencies alone, before they have an order: where an update does not depend on some reader of
+    the argument whose place it takes, that reader gets a copy.
+    """
+    before: list[int] = []  # for each op those that run before it whatever the order, as bits
+    for op in graph.ops:
+        makers = {graph.producer[value] for value in op.inputs} - {-1}
+        known = 0
+        for maker in makers:
+            known |= before[maker] | 1 << maker
+        before.append(known)
+    sizes, ops = list(graph.sizes), list(graph.ops)
+    copies: dict[int, list[Op]] = {}
+    for given, output in graph.aliases:
+        update = graph.producer[output]
+        loose = [user for user in graph.users[given] if user != update and not before[update] >> user & 1]
+        if update < 0 or not loose:
+            continue
+        copy = len(sizes)
+        sizes.append(sizes[given])
+        copies.setdefault(loose[0], []).append(Op((given,), (copy,), name="copy"))
+        for user in loose:
+            inputs = tuple(copy if value == given else value for value in ops[user].inputs)
+            ops[user] = dataclasses.replace(ops[user], inputs=inputs)
+    if not copies:
+        return graph
+    ordered = [one for index, op in enumerate(ops) for one in (*copies.get(index, ()), op)]
+    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(ordered))

@@ -1,0 +1,335 @@
+"""From equations to what a platform's compiler makes of each."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+from jax.extend.core import primitives as P
+
+from remat_opt.compilers import tpu
+from remat_opt.compilers.equations import (
+    BIASES,
+    OF_IMAGES,
+    PRODUCTS,
+    RESHAPING,
+    WINDOWED,
+    is_dear,
+    is_half,
+    is_matrix_transpose,
+    multiplies_only,
+)
+from remat_opt.compilers.gpu import GPUS, partial_products
+from remat_opt.graph.build import (
+    CONTRACTION,
+    REDUCTION,
+    aliases_of,
+    bytes_of,
+    cpu_conv_copies,
+    is_constant,
+    op_of,
+    workspace_of,
+    workspace_of_loops,
+)
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.program import compat
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.masks import is_zero
+
+
+class Reader:
+    """Equations as the ops of a compiler."""
+
+    def __init__(self, program: Program, rates: Rates, platform: str):
+        self.program = program
+        self.rates = rates
+        self.platform = platform
+        self.sizes = [bytes_of(aval) for aval in program.avals]
+        self.donated: set[int] = set()
+        self.ops: list[Op] = []
+        self.equations: list[Equation] = []  # of each op
+        self.constants: dict[int, int] = {}
+        # For what comes out of a barrier the buffer, and the barrier's token; for what is renamed the buffer.
+        self.same: dict[int, tuple[int, ...]] = {}
+        self.producer = {value: equation for equation in program.equations for value in equation.outputs}
+        self.readers: dict[int, list[Equation]] = {}
+        for equation in program.equations:
+            for value in {x for x in equation.inputs if isinstance(x, int)}:
+                self.readers.setdefault(value, []).append(equation)
+        self.copies: dict[tuple, int] = {}  # values that are made once for all readers
+        self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
+
+    def read(self, donated: tuple[bool, ...]) -> Graph:
+        program = self.program
+        self.donated = {value for value, is_given in zip(program.inputs, donated, strict=False) if is_given}
+        for index, equation in enumerate(program.equations):
+            if is_constant(equation, self.constants):
+                self.constants.update(dict.fromkeys(equation.outputs, index))
+            elif equation.primitive is compat.barrier_p:
+                self.barrier(equation)
+            elif self.is_renamed(equation):
+                (given,) = (x for x in equation.inputs if isinstance(x, int))
+                self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
+            else:
+                ops = self.ops_of(equation)
+                self.ops += ops
+                self.equations += [equation] * len(ops)
+        self.fold_transposes()
+        if self.platform == "cpu":
+            self.multiply_in_reductions()
+        if self.platform in GPUS:
+            self.share_zeros()
+        aliases = {output: given for given, output in aliases_of(program, donated, self.constants)}
+        outputs = dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in self.constants)
+        return Graph(
+            sizes=tuple(self.sizes),
+            ops=tuple(self.ops),
+            inputs=(*program.inputs, *(value for value, _ in program.constants)),
+            outputs=tuple(dict.fromkeys(self.buffer(value) for value in outputs)),
+            aliases=tuple(
+                {self.buffer(output): (given, self.buffer(output)) for output, given in aliases.items()}.values()
+            ),
+            constants=frozenset(self.constants),
+        )
+
+    def buffer(self, value: int) -> int:
+        return self.same[value][0] if value in self.same else value
+
+    def behind(self, inputs: Sequence[int]) -> tuple[int, ...]:
+        """Operands as buffers, with the tokens of the barriers behind which they are read."""
+        found: dict[int, None] = {}
+        for value in inputs:
+            found.update(dict.fromkeys(self.same.get(value, (value,))))
+        return tuple(found)
+
+    def is_renamed(self, equation: Equation) -> bool:
+        """Whether an equation gives the bytes of an array another shape; nothing is run for that."""
+        if equation.primitive is compat.layout_constraint_p:
+            return True
+        if equation.primitive not in RESHAPING or len(equation.inputs) != 1 or isinstance(equation.inputs[0], Constant):
+            return False
+        return self.program.avals[equation.inputs[0]].size == self.program.avals[equation.outputs[0]].size
+
+    def barrier(self, equation: Equation) -> None:
+        """A barrier's results are its operands' buffers; who reads them runs after it."""
+        values = [x for x in equation.inputs if not isinstance(x, Constant) and x not in self.constants]
+        token = len(self.sizes)
+        self.sizes.append(0)
+        made = [token]
+        for x, output in zip(equation.inputs, equation.outputs, strict=True):
+            if isinstance(x, Constant) or x in self.constants:
+                made.append(output)
+            else:
+                self.same[output] = (self.buffer(x), token)
+        self.ops.append(Op(self.behind(values), tuple(made), kind=Kind.BARRIER, repeatable=False, name="barrier"))
+        self.equations.append(equation)
+
+    def ops_of(self, equation: Equation) -> Sequence[Op]:
+        program, platform = self.program, self.platform
+        op = op_of(program, equation, self.rates, self.constants)
+        if is_matrix_transpose(equation) and op.inputs:
+            self.transposed[equation.outputs[0]] = op.inputs[0]
+        elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
+            op = dataclasses.replace(op, inputs=tuple(self.transposed.get(value, value) for value in op.inputs))
+        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
+        if equation.primitive is P.scan_p:
+            op = self.in_place(equation, op)
+        loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
+        op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
+        if equation.primitive is P.dot_general_p and platform in GPUS:
+            operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+            space = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
+            return [dataclasses.replace(op, workspace=space)]
+        if equation.primitive in WINDOWED and platform in GPUS and not self.is_rectified(equation.inputs[0]):
+            op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
+        if platform == "tpu" and equation.primitive in CONTRACTION:
+            op = dataclasses.replace(op, kind=Kind.PRODUCT)
+        return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def accumulated(self) -> frozenset[int]:
+        """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""
+        found: set[int] = set()
+        for equation in self.program.equations:
+            if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
+                axes, rank = set(equation.params.get("axes", ())), len(self.program.avals[equation.inputs[0]].shape)
+                if len(axes) == rank or rank - 1 not in axes:
+                    found.update(equation.outputs)
+        return frozenset(found)
+
+    def is_only_multiplied(self, graph: Graph, value: int) -> bool:
+        """Whether only products read a buffer, or loops whose steps only multiply by a slice of it."""
+        users = graph.users[value]
+        loops = [user for user in users if graph.ops[user].kind is not Kind.PRODUCT]
+        if not users or not loops:
+            return bool(users)
+        readers = self.readers.get(value, [])
+        return len(readers) == len(users) and all(multiplies_only(equation, value) for equation in readers)
+
+    def in_tiles(self, graph: Graph) -> Graph:
+        """The graph with sizes as a TPU stores them."""
+        images = {
+            x
+            for equation in self.program.equations
+            if equation.primitive in OF_IMAGES
+            for x in (*equation.inputs, *equation.outputs)
+            if isinstance(x, int) and len(self.program.avals[x].shape) > 2
+        }
+        sizes = list(graph.sizes)
+        for value, aval in enumerate(self.program.avals):
+            if not sizes[value]:
+                continue
+            item = compat.item_bytes(aval.dtype)
+            if aval.dtype == jnp.float32 and self.is_only_multiplied(graph, value):
+                item = 2
+            sizes[value] = tpu.padded_bytes(aval.shape, item, is_image=value in images)
+        return dataclasses.replace(graph, sizes=tuple(sizes))
+
+    def is_rectified(self, value: int | Constant) -> bool:
+        """Whether a value is a rectified contraction, with at most a bias: a library computes that with its bias, so
+        that the rectifier is a kernel of its own, beside it. (Behind a normalisation it is a part of others.)"""
+        rectifier = self.producer.get(value) if isinstance(value, int) else None
+        if rectifier is None or rectifier.primitive is not P.max_p or not is_zero(rectifier.inputs[1]):
+            return False
+        maker = self.producer.get(rectifier.inputs[0]) if isinstance(rectifier.inputs[0], int) else None
+        if maker is not None and maker.primitive in BIASES:
+            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
+            return any(one is not None and one.primitive in CONTRACTION for one in makers)
+        return maker is not None and maker.primitive in CONTRACTION
+
+    def in_place(self, equation: Equation, op: Op) -> Op:
+        """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
+        only one to read that. Who reads it then runs after the loop."""
+        constants, carries = compat.scan_counts(equation.params)
+        given = set(self.program.inputs) - self.donated
+        token = self.new(0)
+        kept = list(op.outputs)
+        for first, last in zip(equation.inputs[constants : constants + carries], equation.outputs, strict=False):
+            if isinstance(first, Constant) or first in self.constants or len(self.readers[first]) > 1:
+                continue
+            if self.buffer(first) not in given and self.sizes[self.buffer(first)] == self.sizes[last]:
+                self.same[last] = (self.buffer(first), token)
+                kept.remove(last)
+        return dataclasses.replace(op, outputs=(*kept, token))
+
+    def on_the_cpu(self, equation: Equation, op: Op) -> Sequence[Op]:
+        if equation.primitive is P.concatenate_p:
+            return [
+                dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)
+            ]  # copied by a routine of its own, never fused
+        if equation.primitive in CONTRACTION:
+            return self.by_library(equation, op)
+        if equation.primitive is P.select_and_scatter_add_p:
+            return self.by_windows(equation, op)
+        return [dataclasses.replace(op, dear=is_dear(equation, self.program), of_buffers=op.kind is Kind.REDUCTION)]
+
+    def by_library(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A contraction as the CPU's library computes it: with the copies of its operands that it wants, as ops of
+        their own, which the compiler does as soon as it can and once for all who need the same; and for a number format
+        that it does not have with the rounding of its float32 result."""
+        ops: list[Op] = []
+        is_conv = equation.primitive is P.conv_general_dilated_p
+        numbers = equation.params["dimension_numbers"]
+        transposed = cpu_conv_copies(numbers) if is_conv else (False, False)
+        specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)) if is_conv else ((), ())
+        for operand, is_transposed, spec in zip(equation.inputs, transposed, specs, strict=False):
+            if isinstance(operand, Constant) or operand in self.constants:
+                continue
+            halved = is_half(self.program.avals[operand])
+            if not is_transposed and not halved:
+                continue
+            key = (operand, spec if is_transposed else ())
+            if key not in self.copies:
+                self.copies[key] = len(self.sizes)
+                self.sizes.append(self.sizes[operand] * (2 if halved else 1))
+                ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="copy"))
+            buffer = self.buffer(operand)
+            inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
+            op = dataclasses.replace(op, inputs=inputs, workspace=op.workspace - is_transposed * self.sizes[operand])
+        (result,) = op.outputs
+        if not is_half(self.program.avals[result]):
+            return [*ops, op]
+        self.sizes.append(2 * self.sizes[result])
+        exact = dataclasses.replace(op, outputs=(len(self.sizes) - 1,))
+        return [*ops, exact, Op(exact.outputs, (result,), kind=Kind.ELEMENTWISE, name="round", dear=True)]
+
+    def by_windows(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A max-pool's backward as the CPU's compiler expands it: arrays of each element's indices, a reduction of
+        each window to its maximum and that one's indices, zeros of the operand's size, and a scatter into them. All but
+        the last wait for nothing that is made in the backward pass, the indices and the zeros for nothing at all."""
+        source, operand = equation.inputs
+        if isinstance(source, Constant) or isinstance(operand, Constant):
+            return [op]
+        windows, elements = self.program.avals[source], self.program.avals[operand]
+        dimensions = sum(size > 1 for size in elements.shape)
+        ops: list[Op] = []
+        key = ("indices", elements.shape)
+        if key not in self.copies:
+            self.copies[key] = self.new(4 * elements.size * dimensions)
+            ops.append(Op((), (self.copies[key],), name="iota"))
+        zeros, found = self.new(bytes_of(elements)), self.new(bytes_of(windows) + 4 * windows.size * dimensions)
+        ops.append(Op((), (zeros,), name="zeros"))
+        ops.append(Op((*self.behind([operand]), self.copies[key]), (found,), name="reduce_window"))
+        return [*ops, dataclasses.replace(op, inputs=(*self.behind([source]), found, zeros), workspace=0)]
+
+    def new(self, size: int) -> int:
+        """A value that the compiler adds."""
+        self.sizes.append(size)
+        return len(self.sizes) - 1
+
+    def fold_transposes(self) -> None:
+        """Put a product that is only transposed behind all other readers of its operands: compilers fold the transpose
+        into the product, which they write anew, as the last in the lists that their orders follow."""
+        users: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for value in op.inputs:
+                users.setdefault(value, []).append(index)
+        rank = [float(index) for index in range(len(self.ops))]
+        for index, op in enumerate(self.ops):
+            readers = users.get(op.outputs[0], []) if op.kind is Kind.CONTRACTION else []
+            if len(readers) != 1 or not is_matrix_transpose(self.equations[readers[0]]):
+                continue
+            (transposed,) = self.ops[readers[0]].outputs
+            needed = min(users.get(transposed, [len(self.ops)]))
+            others = [user for value in op.inputs for user in users[value] if user < needed]
+            rank[index] = max(others) + 0.5
+            rank[readers[0]] = max(others) + 0.75
+        order = sorted(range(len(self.ops)), key=rank.__getitem__)
+        self.ops = [self.ops[index] for index in order]
+        self.equations = [self.equations[index] for index in order]
+
+    def multiply_in_reductions(self) -> None:
+        """The CPU's library computes the sum of a product, so that the product's operands are buffers and it is not."""
+        users: dict[int, list[int]] = {}
+        for index, op in enumerate(self.ops):
+            for value in op.inputs:
+                users.setdefault(value, []).append(index)
+        for index, op in enumerate(self.ops):
+            readers = users.get(op.outputs[0], []) if op.outputs else []
+            if self.equations[index].primitive in PRODUCTS and len(readers) == 1:
+                reader = self.ops[readers[0]]
+                if reader.kind is Kind.REDUCTION:
+                    self.ops[index] = dataclasses.replace(op, of_buffers=True)
+                    self.ops[readers[0]] = dataclasses.replace(reader, of_buffers=False)
+
+    def share_zeros(self) -> None:
+        """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
+
+        A rectifier's own zeros are fused; but the same broadcast is needed in memory later, so that the first kernel
+        that has it stores it.
+        """
+        first: dict[tuple, int] = {}
+        for index, equation in enumerate(self.equations):
+            if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
+                continue
+            aval = self.program.avals[equation.outputs[0]]
+            if equation.primitive is P.max_p and self.is_rectified(equation.outputs[0]):
+                first.setdefault((aval.shape, aval.dtype), index)
+            elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
+                maker, zeros = first[aval.shape, aval.dtype], len(self.sizes)
+                self.sizes.append(bytes_of(aval))
+                self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(*self.ops[maker].outputs, zeros))
+                # The scatter's result takes their place.
+                before = self.ops[index - 1]
+                self.ops[index - 1] = dataclasses.replace(before, inputs=(*before.inputs, zeros))

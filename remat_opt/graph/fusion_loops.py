@@ -1,0 +1,61 @@
+"""Which values XLA's CPU compiler gives a buffer: it fuses loops by other rules than those of `fusion.py`.
+
+1. Results of reductions, contractions and opaque ops are buffers, and so is what these read: the CPU calls a library.
+   (The product in a sum of products is the library's, so that it is the product's operands that are stored.)
+2. Other elementwise values are computed in every loop that reads them, however many there are, unless they are dear:
+   then they are a buffer wherever more than one kernel reads them.
+3. A buffer with at most one operand of its size costs no more to compute from that operand than to read. Where a
+   library reads it, too, it is stored for the library, and loops still compute it again. One with more is read.
+"""
+
+from __future__ import annotations
+
+from remat_opt.graph.fusion import Fusion, merge, reads_buffers
+from remat_opt.graph.graph import Graph, Kind
+
+
+def fuse_loops(graph: Graph) -> Fusion:
+    """Merge virtual values into the kernels that read them, by the rules above."""
+    stored = [False] * len(graph.sizes)
+    copied: set[int] = set()
+    for value in (*graph.inputs, *graph.outputs):
+        stored[value] = True
+    for op in graph.ops:
+        if op.kind is not Kind.ELEMENTWISE or not op.repeatable:
+            for value in op.outputs:
+                stored[value] = True
+        if reads_buffers(op):
+            for value in op.inputs:
+                stored[value] = True
+    kernels: list[frozenset[int]] = [frozenset()] * len(graph.ops)  # those in which each op is computed
+    for index in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[index]
+        users = [user for value in op.outputs for user in graph.users[value]]
+        loops = frozenset().union(*(kernels[user] for user in users)) if users else frozenset()
+        if op.kind is not Kind.ELEMENTWISE or not op.outputs:
+            kernels[index] = frozenset([index])
+            continue
+        is_stored = any(stored[value] for value in op.outputs)
+        if not is_stored and op.dear and len(loops) > 1:
+            for value in op.outputs:
+                stored[value] = True
+            is_stored = True
+        elif is_stored and op.repeatable and not op.dear and _is_unary(graph, index) and not _is_held(graph, users):
+            copied.update(op.outputs)
+            kernels[index] = loops | {index}
+            continue
+        kernels[index] = frozenset([index]) if is_stored else loops
+    copied -= set(graph.outputs)
+    return merge(graph, stored, frozenset(copied))
+
+
+def _is_held(graph: Graph, users: list[int]) -> bool:
+    """Whether a barrier is among the readers: behind it nobody knows what made a buffer."""
+    return any(graph.ops[user].kind is Kind.BARRIER for user in users)
+
+
+def _is_unary(graph: Graph, index: int) -> bool:
+    """Whether an op has at most one operand that is not smaller than its result."""
+    op = graph.ops[index]
+    size = max((graph.sizes[value] for value in op.outputs), default=0)
+    return sum(graph.sizes[value] >= size for value in op.inputs) <= 1

@@ -1,0 +1,141 @@
+"""In which order a compiler runs the kernels of a step that says only which depends on which.
+
+A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's CPU compiler takes the order in which most
+can run side by side, `breadth_first`, and `depth_first` where it is asked to save memory; its GPU compiler `greedy`.
+Their rules are those of XLA's `hlo_memory_scheduler.cc`; which is taken is what compiled steps show. A TPU's compiler
+keeps the program's order, with updates as early as they can be. Sizes are those of the graph, so that an order is only
+as true as they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from remat_opt.graph.derive import early_order
+from remat_opt.graph.graph import Graph, Kind
+
+
+def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
+    """The order in which a platform's compiler runs a step's kernels."""
+    if platform == "cpu":
+        return depth_first(graph) if saving_memory else breadth_first(graph)
+    if platform in ("cuda", "rocm"):
+        return greedy(graph)
+    return early_order(graph)
+
+
+def breadth_first(graph: Graph) -> tuple[int, ...]:
+    """Every op as soon as what it reads is there, the longest waiting first."""
+    missing = [len(set(op.inputs)) for op in graph.ops]
+    queue: deque[tuple[int, int]] = deque((-1, index) for index, op in enumerate(graph.ops) if not op.inputs)
+    queue.extend((value, -1) for value in graph.inputs)
+    order: list[int] = []
+    while queue:
+        value, op = queue.popleft()
+        made: Sequence[int] = (value,) if op < 0 else graph.ops[op].outputs
+        if op >= 0:
+            order.append(op)
+        for result in made:
+            for user in graph.users[result]:
+                missing[user] -= 1
+                if not missing[user]:
+                    queue.append((-1, user))
+    return tuple(order)
+
+
+def greedy(graph: Graph) -> tuple[int, ...]:
+    """Of the ops that can run always the one that frees most, less what it makes (XLA's list scheduler)."""
+    uses = [len(users) for users in graph.users]
+    for value in graph.outputs:
+        uses[value] += 1
+    given = set(graph.inputs)
+    reads = [[v for v in dict.fromkeys(op.inputs) if v not in given] for op in graph.ops]
+    made = [sum(graph.sizes[value] for value in op.outputs) + op.workspace for op in graph.ops]
+    fan_out = [len({user for value in op.outputs for user in graph.users[value]}) for op in graph.ops]
+    missing = [len(values) for values in reads]
+
+    def gain(op: int) -> int:
+        return sum(graph.sizes[value] for value in reads[op] if uses[value] == 1) - made[op]
+
+    ready: list[tuple[int, int, int, int]] = []
+    best_of: dict[int, int] = {}
+    count = 0
+
+    def push(op: int, enabled_by: int = -1) -> None:
+        nonlocal count
+        behind = enabled_by >= 0 and graph.ops[enabled_by].kind is Kind.BARRIER
+        best_of[op] = -made[op] if behind else gain(op)
+        count += 1
+        heapq.heappush(ready, (-best_of[op], -fan_out[op], -count, op))
+
+    for index in range(len(graph.ops)):
+        if not missing[index]:
+            push(index)
+    order: list[int] = []
+    done = [False] * len(graph.ops)
+    while ready:
+        lost, _, _, op = heapq.heappop(ready)
+        if done[op] or -lost != best_of[op]:
+            continue
+        done[op] = True
+        order.append(op)
+        for value in reads[op]:
+            uses[value] -= 1
+        for value in graph.ops[op].outputs:
+            for user in graph.users[value]:
+                missing[user] -= 1
+                if not missing[user]:
+                    push(user, op)
+        for value in reads[op]:
+            if uses[value] == 1:
+                for user in graph.users[value]:
+                    if (
+                        not done[user]
+                        and user in best_of
+                        and not graph.ops[user].workspace
+                        and gain(user) != best_of[user]
+                    ):
+                        push(user)
+    return tuple(order)
+
+
+def _post_order(graph: Graph, first: Callable[[int], tuple]) -> tuple[int, ...]:
+    """What each result needs, depth first, operands in the order of a key."""
+    order: list[int] = []
+    done = [False] * len(graph.ops)
+
+    def operands(op: int) -> list[int]:
+        makers = [m for m in dict.fromkeys(graph.producer[v] for v in graph.ops[op].inputs) if m >= 0]
+        return sorted(makers, key=first)
+
+    roots = [m for m in dict.fromkeys(graph.producer[value] for value in graph.outputs) if m >= 0]
+    for root in (*sorted(roots, key=first), *range(len(graph.ops))):
+        stack = [(root, False)]
+        while stack:
+            op, is_ready = stack.pop()
+            if done[op]:
+                continue
+            if is_ready:
+                done[op] = True
+                order.append(op)
+                continue
+            stack.append((op, True))
+            stack.extend((maker, False) for maker in reversed(operands(op)) if not done[maker])
+    return tuple(order)
+
+
+def depth_first(graph: Graph) -> tuple[int, ...]:
+    """What each result needs, depth first: operands with the most users behind them first, then the largest."""
+    extra = [0] * len(graph.ops)
+    sizes = [0] * len(graph.ops)
+    total = 0
+    for index, op in enumerate(graph.ops):
+        users = {user for value in op.outputs for user in graph.users[value]}
+        made = sum(graph.sizes[value] for value in op.outputs)
+        total += made
+        makers = {graph.producer[value] for value in op.inputs} - {-1}
+        extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers), len(graph.ops))
+        sizes[index] = min(made + sum(sizes[m] for m in makers), total)
+    return _post_order(graph, lambda op: (-extra[op], -sizes[op], op))

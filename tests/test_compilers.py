@@ -1,0 +1,218 @@
+"""What compilers are expected to make of a program: each rule on a graph or a program that can be checked by hand."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers import tpu
+from remat_opt.compilers.gpu import partial_products
+from remat_opt.compilers.model import compiled, peak_of, sharing_places, with_copies_of_donated
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.fusion_loops import fuse_loops
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.ordering import breadth_first, depth_first, greedy
+from remat_opt.program.inline import inline
+
+RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
+SIDE = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+MIB4 = 4 * 2**20  # one array of that type
+
+
+def graph_of(
+    platform: str, fun: Callable, *avals: jax.ShapeDtypeStruct, with_barriers: bool = True, **options
+) -> Graph:
+    program = inline(jax.make_jaxpr(fun)(*avals), with_barriers=with_barriers, keep_names=False)
+    return compiled(program, RATES, platform=platform, **options)
+
+
+# 0 → 1 → 2 and 0 → 3; 4 reads 2 and 3.
+FORK = (
+    Op((0,), (1,)),
+    Op((1,), (2,)),
+    Op((2,), (3,)),
+    Op((1,), (4,)),
+    Op((3, 4), (5,)),
+)
+
+
+def test_breadth_first_runs_what_waits_longest() -> None:
+    graph = Graph((0, 1, 1, 1, 1, 1), FORK, inputs=(0,), outputs=(5,), fused=True)
+    assert breadth_first(graph) == (0, 1, 3, 2, 4)
+
+
+def test_the_greedy_order_frees_most_and_makes_least() -> None:
+    # Op 3 makes 9 bytes and frees nothing yet, so that the chain goes on first.
+    graph = Graph((0, 5, 5, 5, 9, 1), FORK, inputs=(0,), outputs=(5,), fused=True)
+    assert greedy(graph) == (0, 1, 2, 3, 4)
+    smaller = Graph((0, 5, 5, 5, 1, 1), FORK, inputs=(0,), outputs=(5,), fused=True)
+    assert greedy(smaller) == (0, 3, 1, 2, 4)
+
+
+def test_a_product_in_parts_is_not_looked_at_again() -> None:
+    # Op 2 is ready with op 1 and frees value 1 once op 1 has run, which is worth it only where it needs no workspace.
+    def ops(workspace: int) -> tuple[Op, ...]:
+        return (
+            Op((0,), (1,)),
+            Op((1,), (2,)),
+            Op((1,), (3,), workspace=workspace),
+            Op((2,), (4,)),
+            Op((3, 4), (5,)),
+        )
+
+    sizes = (0, 10, 10, 1, 8, 1)
+    assert greedy(Graph(sizes, ops(0), inputs=(0,), outputs=(5,), fused=True)).index(2) == 1
+    late = greedy(Graph(sizes, ops(15), inputs=(0,), outputs=(5,), fused=True))
+    assert late == (0, 1, 3, 2, 4)
+
+
+def test_depth_first_visits_the_operand_with_more_users_first() -> None:
+    graph = Graph((0, 1, 1, 1, 1, 1), FORK, inputs=(0,), outputs=(5,), fused=True)
+    assert depth_first(graph) == (0, 1, 2, 3, 4)
+
+
+def kernels_of_an_elementwise_value(dear: bool, operands: int, reader: Kind) -> tuple[bool, tuple[int, ...]]:
+    """Whether the value is stored, and what the loop that reads it reads, beside a second reader of some kind."""
+    made = tuple(Op((0,), (1 + i,)) for i in range(operands))
+    value = operands + 1
+    read = Op(tuple(range(1, value)), (value,), kind=Kind.ELEMENTWISE, dear=dear)
+    loop = Op((value,), (value + 1,), kind=Kind.REDUCTION)
+    other = Op((value,), (value + 2,), kind=reader)
+    graph = Graph((1,) * (value + 3), (*made, read, loop, other), inputs=(0,), outputs=(value + 1, value + 2))
+    fused = fuse_loops(graph).graph
+    return any(value in op.outputs for op in fused.ops), next(op.inputs for op in fused.ops if value + 1 in op.outputs)
+
+
+@pytest.mark.parametrize(
+    ("dear", "operands", "reader", "stored", "reads"),
+    [
+        (False, 1, Kind.REDUCTION, False, (1,)),  # computed in both kernels
+        (False, 2, Kind.REDUCTION, False, (1, 2)),
+        (True, 1, Kind.REDUCTION, True, (2,)),  # in one kernel only
+        (False, 1, Kind.OPAQUE, True, (1,)),  # stored for the library, computed again in the loop
+        (False, 2, Kind.OPAQUE, True, (3,)),  # would have to read two buffers
+        (True, 1, Kind.OPAQUE, True, (2,)),
+        (False, 1, Kind.BARRIER, True, (2,)),  # behind a barrier nobody knows what made it
+    ],
+)
+def test_what_the_loops_of_a_cpu_store(
+    dear: bool, operands: int, reader: Kind, stored: bool, reads: tuple[int, ...]
+) -> None:
+    assert kernels_of_an_elementwise_value(dear, operands, reader) == (stored, reads)
+
+
+def test_a_reader_that_an_update_does_not_depend_on_gets_a_copy_of_the_donated_argument() -> None:
+    ops = (Op((0,), (1,)), Op((0, 1), (2,)), Op((0,), (3,)))  # op 1 writes over value 0, which op 2 reads, too
+    graph = Graph((8, 1, 8, 1), ops, inputs=(0,), outputs=(2, 3), aliases=((0, 2),), fused=True)
+    copied = with_copies_of_donated(graph)
+    assert copied.sizes == (8, 1, 8, 1, 8)
+    assert [(op.inputs, op.outputs) for op in copied.ops] == [((0,), (1,)), ((0, 1), (2,)), ((0,), (4,)), ((4,), (3,))]
+    assert with_copies_of_donated(Graph((8, 1, 8), ops[:2], (0,), (2,), ((0, 2),), fused=True)).ops == ops[:2]
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "peak"), [(Kind.ELEMENTWISE, 8, 8), (Kind.ELEMENTWISE, 7, 15), (Kind.OPAQUE, 8, 16)]
+)
+def test_an_elementwise_kernel_writes_over_an_operand_that_dies(kind: Kind, size: int, peak: int) -> None:
+    ops = (Op((), (0,)), Op((0,), (1,), kind=kind), Op((1,), (2,)))
+    graph = Graph((8, size, 0), ops, outputs=(2,), fused=True)
+    assert peak_of(sharing_places(graph)) == peak
+
+
+def test_a_product_with_few_tiles_is_split_over_the_multiprocessors() -> None:
+    def space(rows: int, columns: int, summed: int) -> int:
+        params = {"dimension_numbers": (((1,), (0,)), ((), ()))}
+        shapes = [(rows, summed), (summed, columns)]
+        operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        return partial_products(params, operands, jax.ShapeDtypeStruct((rows, columns), jnp.float32))
+
+    assert space(128, 128, 2048) == 32 * 128 * 128 * 4  # as XLA's dump of such a product shows
+    assert space(4096, 4096, 4096) == 0
+
+
+@pytest.mark.parametrize(("platform", "loops"), [("cpu", 1), ("cuda", 0)])
+def test_the_cpu_calls_a_library_to_reduce_and_to_sum_products(platform: str, loops: int) -> None:
+    def fun(x):
+        activated = jnp.tanh(lax.dot(x, x))
+        return activated.sum(1), (activated * x).sum(0)
+
+    ops = graph_of(platform, fun, SIDE).ops
+    assert sum(op.kind is Kind.ELEMENTWISE for op in ops) == loops  # the tanh, but not the product
+
+
+def test_the_cpu_multiplies_half_precision_in_single() -> None:
+    half = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16)
+    sizes = [
+        graph.sizes[value]
+        for graph in [graph_of("cpu", lambda x: lax.dot(x, x) + 1, half)]
+        for value in range(len(graph.sizes))
+    ]
+    assert sizes.count(MIB4) == 2  # the operand and the exact result
+    assert sizes.count(MIB4 // 2) >= 2
+
+
+def test_a_checkpoint_of_the_users_is_a_barrier() -> None:
+    def loss(weights, x):
+        for weight in weights:
+            x = jax.checkpoint(lambda x, weight: jnp.sin(jnp.tanh(x @ weight) @ weight))(x, weight)
+        return x.sum()
+
+    def step(x, *weights):
+        return jax.grad(loss)(weights, x)
+
+    big = jax.ShapeDtypeStruct((2**16, 256), jnp.float32)
+    weights = [jax.ShapeDtypeStruct((256, 256), jnp.float32)] * 6
+    merged = peak_of(graph_of("cuda", step, big, *weights, with_barriers=False))
+    assert peak_of(graph_of("cuda", step, big, *weights)) < 0.7 * merged
+
+
+def test_a_loop_updates_its_carry_in_place() -> None:
+    def fun(x, extra):
+        start = lax.dot(x, x)
+        return lax.dot(lax.scan(lambda carry, _: (carry + extra, None), start, length=3)[0], x).sum()
+
+    graph = graph_of("cuda", fun, SIDE, SIDE)
+    loop = next(op for op in graph.ops if op.name == "scan")
+    assert [graph.sizes[value] for value in loop.outputs] == [0]
+
+
+def test_tiles_of_a_tpu() -> None:
+    assert tpu.padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
+    assert tpu.padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
+    assert tpu.padded_bytes((16, 1000), 2) == 16 * 1024 * 2
+    assert tpu.padded_bytes((3,), 4) == 512
+    assert tpu.padded_bytes((), 4) == 512
+    assert tpu.padded_bytes((0, 8), 4) == 0
+
+
+def test_short_lives_are_spent_on_the_chip() -> None:
+    ops = (Op((), (0,)), Op((), (1,)), Op((1,), (2,)), Op((2,), (3,)), Op((0, 3), (4,)))
+    graph = Graph((10, 10, 10, 10, 0), ops, outputs=(4,), fused=True)
+    assert peak_of(graph) == 30
+    assert peak_of(tpu.on_chip(graph, capacity=20)) == 10
+    assert peak_of(tpu.on_chip(graph, capacity=30)) == 0
+
+
+def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
+    graph = Graph((10, 10, 10), (Op((0,), (2,)),), inputs=(0, 1), outputs=(2,), fused=True)
+    assert peak_of(tpu.on_chip(graph)) == tpu.TABLE
+
+
+def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:
+    def fun(x, y):
+        pooled = lax.cumsum(x)
+        return lax.dot(pooled, y), lax.dot(y, pooled)
+
+    def read_otherwise(x, y):
+        pooled = lax.cumsum(x)
+        return lax.dot(pooled, y), pooled.sum()
+
+    big = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)  # does not fit the chip
+    narrow, wide = (graph_of("tpu", one, big, big) for one in (fun, read_otherwise))
+    assert peak_of(wide) - peak_of(narrow) == pytest.approx(8192 * 8192 * 2, rel=0.01)
+
+
+def test_without_ops_nothing_lives() -> None:
+    assert peak_of(Graph((4,), (), inputs=(0,), outputs=(0,))) == 0
