@@ -120,8 +120,7 @@ class Prepared:
 
     def graph_as_written(self, solution: Solution) -> Graph:
         """The step as `emit` writes it for a solution, as the target's compiler runs it."""
-        avals = [compat.abstract(aval) for aval in self.captured.input_avals]
-        closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*avals)
+        closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
         return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
 
     def as_written(self, solution: Solution) -> int:
