@@ -133,8 +133,7 @@ class _Decider:
 
     def least_memory(self) -> Decision:
         found = self.search(None)
-        plain_peak = self.given.as_given
-        if found.runs_as_given or found.peak > WORTH_WRITING * plain_peak:
+        if found.runs_as_given or found.peak > WORTH_WRITING * self.given.peak_in_order:
             return self.plain(
                 "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
                 "optimize the whole training step, with jax.grad and the update, not the loss alone)"
@@ -145,7 +144,8 @@ class _Decider:
         if self.compile is None:
             return self.decision(min(candidates, key=lambda one: one.peak))
         # With the user's own checkpoints the step as given may need less than our model of it without them says.
-        clear = found.peak <= TOO_CLOSE_TO_CALL * plain_peak
+        clear = found.peak <= TOO_CLOSE_TO_CALL * self.given.peak_in_order
+        clear = clear and self.foreseen(found) <= TOO_CLOSE_TO_CALL * self.given.as_given
         clear = clear and not self.given.captured.program.entered_checkpoints
         if clear and candidates[0].is_the_same_as(found):
             return self.decision(found)
@@ -173,6 +173,13 @@ class _Decider:
             f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "
             f"{plain.temp_bytes} for the step as it was given"
         )
+
+    def foreseen(self, found: Found) -> int:
+        """Predicted peak in bytes of what is compiled."""
+        prepared = found.prepared
+        if found.runs_as_given:
+            return prepared.as_given
+        return prepared.as_written(found.solution) if prepared.can_be_foreseen else found.peak
 
     # A budget
 
@@ -234,7 +241,7 @@ class _Decider:
     def keep_budget_unverified(self) -> Decision:
         budget = self.settings.budget
         if budget.fraction is not None:
-            limit = int(budget.fraction * self.given.as_given)
+            limit = int(budget.fraction * self.given.peak_in_order)
         else:
             limit = (budget.physical_bytes or 0) - self.fixed_bytes()
         found = self.search(max(limit, 0))
@@ -286,12 +293,7 @@ class _Decider:
         self, found: Found, measured: Figures | None = None, note: str = "", *, as_searched: bool = False
     ) -> Decision:
         prepared, solution = found.prepared, found.solution
-        if found.runs_as_given:
-            peak = prepared.as_given
-        elif as_searched or not prepared.can_be_foreseen:
-            peak = found.peak
-        else:
-            peak = prepared.as_written(solution)
+        peak = found.peak if as_searched and not found.runs_as_given else self.foreseen(found)
         names = prepared.names(solution.choice)
         graph, given = prepared.bridge.graph, self.given.bridge.graph
         predicted = Prediction(

@@ -111,6 +111,13 @@ class Prepared:
         """Predicted peak in bytes of the step as it was given."""
         return peak_of(self.graph_as_given)
 
+    @functools.cached_property
+    def peak_in_order(self) -> int:
+        """What the search's answers are compared with: its own peak in bytes for the step in the order given."""
+        if self.given:
+            return self.given.peak_in_order
+        return peak_of(self.bridge.graph)
+
     @property
     def can_be_foreseen(self) -> bool:
         """Whether the compilers' model knows the step as it is written: segments inside bodies it cannot read yet, and
@@ -123,6 +130,7 @@ class Prepared:
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
         return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
 
+    @functools.cache  # noqa: B019
     def as_written(self, solution: Solution) -> int:
         """Predicted peak in bytes of the step as it is written for a solution."""
         return peak_of(self.graph_as_written(solution))

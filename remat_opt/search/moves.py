@@ -60,6 +60,8 @@ def fill(problem: Problem, solution: Solution, budget: int) -> Solution:
     Returns:
         A solution that takes no longer and fits, too.
     """
+    if problem.plain.peak <= budget:
+        return problem.plain  # one by one, repeats may not get there: with some of them left the peak can be higher
     for _ in range(_MOST_PASSES):
         taken_out = _affordable(problem.graph, solution, budget)
         if not taken_out:
