@@ -34,7 +34,8 @@ from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
 from remat_opt.settings import Settings
-from remat_opt.targets import Figures, Target, measure_flat, read_figures, resolve_target
+from remat_opt.targets import CompilationOutOfMemory, Figures, Target, measure_flat, read_figures, resolve_target
+from remat_opt.targets.errors import compiler_error
 from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
 from remat_opt.write.differentiable import with_derivative_of
 
@@ -402,8 +403,15 @@ def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any
 
 
 def _compile(jitted: Any, args: tuple, kwargs: dict, target: Target) -> Figures:
+    lowered = jitted.lower(*args, **kwargs)
     started = time.perf_counter()
-    compiled = jitted.lower(*args, **kwargs).compile()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        refusal = compiler_error(str(error), target.name, target.platform)
+        if isinstance(refusal, CompilationOutOfMemory):
+            raise refusal from error
+        raise
     return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)
 
 

@@ -26,7 +26,7 @@ from remat_opt.report.progress import SearchProgress
 from remat_opt.search import Solution, search_of
 from remat_opt.search.watching import watched_by
 from remat_opt.settings import Settings
-from remat_opt.targets import Figures
+from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.version import __version__
 
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
@@ -125,6 +125,13 @@ class _Decider:
             self.plain_figures = figures
         return figures
 
+    def measure_if_it_fits(self, found: Found | None) -> Figures | None:
+        """The same; None where the compiler refuses a step that is too large for the device, as a TPU's does."""
+        try:
+            return self.measure(found)
+        except CompilationOutOfMemory:
+            return None
+
     def spend(self, stage: str, started: float) -> None:
         seconds = self.given.seconds
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
@@ -153,12 +160,14 @@ class _Decider:
 
     def by_the_compiler(self, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:
         """The candidate that needs least when it is compiled, where asked for only if plain needs more."""
-        plain = self.measure(None) if compare_with_plain else None
+        plain = self.measure_if_it_fits(None) if compare_with_plain else None
         different: list[Found] = []
         for candidate in candidates:
             if not any(candidate.is_the_same_as(other) for other in different):
                 different.append(candidate)
-        measured = [(self.measure(candidate), candidate) for candidate in different]
+        measured = [(f, candidate) for candidate in different if (f := self.measure_if_it_fits(candidate)) is not None]
+        if not measured:
+            return self.decision(min(different, key=lambda one: one.peak))  # the call says what the compiler says
         figures, found = min(measured, key=lambda pair: pair[0].temp_bytes)
         if plain is None:
             return self.decision(found, figures)
@@ -196,8 +205,8 @@ class _Decider:
             assert self.settings.budget.physical_bytes is not None
             allowed = self.settings.budget.physical_bytes
             if self.given.problem.plain.peak + self.fixed_bytes() <= allowed * 1.1:
-                plain = self.measure(None)
-                if plain.physical_peak_bytes <= allowed:
+                plain = self.measure_if_it_fits(None)
+                if plain is not None and plain.physical_peak_bytes <= allowed:
                     return self.plain("the step as it was given fits the budget", plain)
         return self.tighten(allowed)
 

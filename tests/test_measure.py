@@ -109,3 +109,10 @@ def test_what_cannot_be_measured_is_an_error_and_the_step_stays_usable() -> None
     with pytest.raises(ProgramNotPortable, match="host callbacks"):
         remat_opt.measure(with_callback, jax.ShapeDtypeStruct((2,), jnp.float32), target="h200")
     assert with_callback(jnp.ones(2)).shape == (2,)
+
+
+def test_a_step_that_the_compiler_refuses_as_it_is_is_planned_all_the_same() -> None:
+    plan = remat_opt.optimize(wide_step, target="v5e").plan(PARAMS, X)
+    assert plan.plain_measured is None
+    found = remat_opt.measure(remat_opt.optimize(wide_step, target="v5e"), PARAMS, X)
+    assert found.optimized is not None or found.optimized_refusal is not None
