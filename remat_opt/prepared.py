@@ -130,10 +130,12 @@ class Prepared:
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
         return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
 
-    @functools.cache  # noqa: B019
     def as_written(self, solution: Solution) -> int:
         """Predicted peak in bytes of the step as it is written for a solution."""
-        return peak_of(self.graph_as_written(solution))
+        known = self.problem.memo.setdefault("as written", {})  # with the problem, so that no trace outlives its step
+        if solution.schedule not in known:
+            known[solution.schedule] = peak_of(self.graph_as_written(solution))
+        return known[solution.schedule]
 
     def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
         donated, platform = self.captured.donated, self.target.platform

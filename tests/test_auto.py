@@ -1,6 +1,8 @@
 """`auto` against every other solver, against the exact one, and its laws."""
 
+import gc
 import random
+import weakref
 
 import pytest
 from hypothesis import given, settings
@@ -167,3 +169,13 @@ def test_filling_keeps_the_budget_and_takes_no_longer(graph: Graph, share: float
     assert filled.peak <= budget
     assert filled.extra_seconds <= start.extra_seconds
     assert fill(problem, start, problem.plain.peak).extra_seconds == 0  # everything can be kept
+
+
+def test_a_search_is_not_held_once_nobody_asks_it() -> None:
+    problem = Problem(training_graph(random.Random(0), 6))
+    search = search_of(problem)
+    assert search.frontier
+    gone = weakref.ref(search)
+    del problem, search
+    gc.collect()
+    assert gone() is None

@@ -113,6 +113,7 @@ def test_what_cannot_be_measured_is_an_error_and_the_step_stays_usable() -> None
 
 def test_a_step_that_the_compiler_refuses_as_it_is_is_planned_all_the_same() -> None:
     plan = remat_opt.optimize(wide_step, target="v5e").plan(PARAMS, X)
+    assert not plan.is_plain
     assert plan.plain_measured is None
     found = remat_opt.measure(remat_opt.optimize(wide_step, target="v5e"), PARAMS, X)
-    assert found.optimized is not None or found.optimized_refusal is not None
+    assert isinstance(found.optimized_refusal, CompilationOutOfMemory)  # 256 GB are too many in any case

@@ -40,11 +40,10 @@ def materialised(graph: Graph) -> list[bool]:
     return _stored(graph, None)
 
 
-def _stored(graph: Graph, sums: set[int] | None, by_kernels: bool = False) -> list[bool]:
-    """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
-    stored = [graph.fused] * len(graph.sizes)
-    if graph.fused:
-        return stored
+def stored_by_kind(graph: Graph) -> list[bool]:
+    """For each value, whether it is a buffer whatever it costs: what ops of some kinds make or read, and what the step
+    is given and returns."""
+    stored = [False] * len(graph.sizes)
     for value in (*graph.inputs, *graph.outputs):
         stored[value] = True
     for op in graph.ops:
@@ -54,6 +53,14 @@ def _stored(graph: Graph, sums: set[int] | None, by_kernels: bool = False) -> li
         if reads_buffers(op):
             for value in op.inputs:
                 stored[value] = True
+    return stored
+
+
+def _stored(graph: Graph, sums: set[int] | None, by_kernels: bool = False) -> list[bool]:
+    """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
+    if graph.fused:
+        return [True] * len(graph.sizes)
+    stored = stored_by_kind(graph)
     _store_what_is_dear_to_fuse(graph, stored, sums, kernels_of(graph, stored) if by_kernels else None)
     return stored
 

@@ -10,23 +10,14 @@
 
 from __future__ import annotations
 
-from remat_opt.graph.fusion import Fusion, merge, reads_buffers
+from remat_opt.graph.fusion import Fusion, merge, stored_by_kind
 from remat_opt.graph.graph import Graph, Kind
 
 
 def fuse_loops(graph: Graph) -> Fusion:
     """Merge virtual values into the kernels that read them, by the rules above."""
-    stored = [False] * len(graph.sizes)
+    stored = stored_by_kind(graph)
     copied: set[int] = set()
-    for value in (*graph.inputs, *graph.outputs):
-        stored[value] = True
-    for op in graph.ops:
-        if op.kind is not Kind.ELEMENTWISE or not op.repeatable:
-            for value in op.outputs:
-                stored[value] = True
-        if reads_buffers(op):
-            for value in op.inputs:
-                stored[value] = True
     kernels: list[frozenset[int]] = [frozenset()] * len(graph.ops)  # those in which each op is computed
     for index in range(len(graph.ops) - 1, -1, -1):
         op = graph.ops[index]

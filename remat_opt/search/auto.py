@@ -36,6 +36,7 @@ from remat_opt.search.forward import turning_point
 from remat_opt.search.moves import fill
 from remat_opt.search.polish import lower, shorten
 from remat_opt.search.problem import Priced, Problem, Solution, memory_first, time_first
+from remat_opt.search.remembering import remembered
 from remat_opt.search.watching import done
 
 Answer = TypeVar("Answer", bound=Priced)
@@ -221,7 +222,7 @@ class Search:
         least, plain = self.least_at_any_cost.peak, self.problem.plain.peak
         return least + (plain - least) * level // LEVELS
 
-    @functools.cache  # noqa: B019
+    @remembered
     def at_level(self, level: int) -> Solution:
         """The best for a level's budget; it takes no longer than the level below."""
         below = self.at_level(level - 1) if level else self.least_at_any_cost
@@ -295,7 +296,7 @@ class Search:
         turns = sorted(turns, key=least)
         return tuple(turns if self.is_small else turns[:1])
 
-    @functools.cache  # noqa: B019
+    @remembered
     def families(self, turn: int) -> Families:
         """The models before a turning point."""
         return Families(self.problem, turn)

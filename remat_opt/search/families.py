@@ -17,6 +17,7 @@ from remat_opt.graph.derive import Choice
 from remat_opt.search.cuts import Cuts, SegmentCosts
 from remat_opt.search.nested import nested_solution
 from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.remembering import remembered
 from remat_opt.search.rotor import models_of_graph, nested_plans
 from remat_opt.search.segments import Option, choice_of, least_peak, least_seconds_by_memory, table_of
 from remat_opt.search.stages import stages_before, sweep
@@ -98,7 +99,7 @@ class Families:
         least = min(solution.peak for solution in (*coarse, self.problem.plain))
         return [*coarse, *(s for family in self._nested(self._capacity(least)) for s in family.near_least())]
 
-    @functools.cache  # noqa: B019
+    @remembered
     def least_choice(self, beside: bool, keep: bool) -> Choice:
         """The choice of least memory by the recurrence of `segments.least_peak`.
 
@@ -110,7 +111,7 @@ class Families:
         options = (Option.KEEP, Option.RECOMPUTE) if keep else (Option.RECOMPUTE,)
         return choice_of(costs, order, least_peak(table_of(costs, order, options)))
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _all_cuts(self, beside: bool) -> SegmentCosts:
         cuts = Cuts(self.problem.graph, self.problem.order, self.turn)
         return SegmentCosts(cuts, self.problem.plain.liveness, beside=beside)
@@ -132,18 +133,18 @@ class Families:
         cuts = Cuts(self.problem.graph, self.problem.order, self.turn, _MOST_CUTS)
         return SegmentCosts(cuts, self.problem.plain.liveness)
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _options(self, capacity: int) -> list[tuple[int, Any]]:
         return least_seconds_by_memory(table_of(self._costs, self.problem.order), capacity)
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _with_options(self, capacity: int) -> Family:
         def solution(plan: Any) -> Solution:
             return self.problem.solution(choice_of(self._costs, self.problem.order, plan))
 
         return _family(self._options(capacity), solution)
 
-    @functools.cache  # noqa: B019
+    @remembered
     def _nested(self, capacity: int) -> tuple[Family, ...]:
         stages = stages_before(self.problem, self.turn, _MOST_STAGES)
         models = models_of_graph(stages)[:2]

@@ -1,0 +1,26 @@
+"""Answers that are kept as long as the object that gave them, and no longer."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Hashable
+from typing import Any, TypeVar
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def remembered(method: Method) -> Method:
+    """A method that works out each answer once for each object and its arguments, which are given by position.
+
+    `functools.cache` on a method would keep every object that was ever asked, with its graph and schedules.
+    """
+    name = f"_answers_of_{getattr(method, '__name__', '')}"
+
+    @functools.wraps(method)
+    def ask(self: Any, *arguments: Hashable) -> Any:
+        known = self.__dict__.setdefault(name, {})
+        if arguments not in known:
+            known[arguments] = method(self, *arguments)
+        return known[arguments]
+
+    return ask  # type: ignore[return-value]
