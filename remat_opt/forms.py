@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, WORTH_A_SECOND, LoopChoices, ways_to_write
 from remat_opt.prepared import Prepared
@@ -25,6 +25,8 @@ LEVELS = 7  # of the memory of loops
 LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few forms are searched
 LEVELS_INSIDE = (0.75, 0.5, 0.25, 0.0)
+MOST_ASKED = 6  # times that the search is asked for a size that it does not know
+CLOSE_TO_IT = 0.97  # above this part of a limit no more memory is tried
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,21 +124,58 @@ class Forms:
                     every = (Found(form, solution) for solution in self.frontier_of(form, 0))
                     yield min((one for one in every if one.extra_flops <= flops), key=lambda one: one.peak)
 
-    def within(self, limit: int) -> Found:
-        """The least time with a peak of at most `limit` bytes, or the least memory at any cost where nothing fits."""
+    def within(self, limit: int, size: Callable[[Found], int] | None = None) -> Found:
+        """The least time with a size of at most `limit`, or the least size at any cost where nothing fits.
+
+        Args:
+            limit: bytes.
+            size: what a schedule is held to need, in bytes; by default its peak, as the search knows it.
+        """
         best: Found | None = None
         smallest: Found | None = None
+        size_of = size or (lambda found: found.peak)
         for number, form in enumerate(self.all):
             if best is not None and form.extra_seconds >= best.extra_seconds:
                 break
             with part(number, len(self.all)):
-                found = self.found(form, limit)
-            if found.peak <= limit and (best is None or found.extra_seconds < best.extra_seconds):
-                best = found
-            if smallest is None or found.peak < smallest.peak:
-                smallest = found
+                tried = list(self.approaching(form, limit, size_of)) if size else [self.found(form, limit)]
+            for found in tried:
+                if size_of(found) <= limit and (best is None or found.extra_seconds < best.extra_seconds):
+                    best = found
+                if smallest is None or size_of(found) < size_of(smallest):
+                    smallest = found
         assert smallest is not None
         return best or smallest
+
+    def approaching(self, form: Prepared, limit: int, size_of: Callable[[Found], int]) -> Iterator[Found]:
+        """Schedules of one form whose size comes near a limit: the search, which knows another size (its own peak), is
+        asked for less while they are too large and for more while they fit."""
+        fits: tuple[int, int] | None = None  # a budget of the search, and the size of its answer
+        exceeds: tuple[int, int] | None = None
+        asked = limit
+        for _ in range(MOST_ASKED):
+            found = self.found(form, asked)
+            yield found
+            needed = size_of(found)
+            if needed <= limit:
+                fits = max(asked, found.peak), needed
+                if needed >= CLOSE_TO_IT * limit or found.solution.extra_seconds <= 0:
+                    return
+            elif found.peak > asked:  # it has no less, but in another order, with all that compilers can be told of it
+                if self.solver == "auto":
+                    yield Found(form, search_of(form.problem).most_barriers)
+                return
+            else:
+                exceeds = found.peak, needed
+            if fits is None or exceeds is None:
+                asked = found.peak + limit - needed
+                continue
+            (low, small), (high, large) = fits, exceeds
+            if high - low <= (1 - CLOSE_TO_IT) * high:
+                return
+            guess = low + (high - low) * (limit - small) // (large - small)
+            margin = (high - low) // 8
+            asked = min(max(guess, low + margin), high - margin)
 
     def least_at_any_cost(self) -> Found:
         """The least memory."""

@@ -32,6 +32,7 @@ from remat_opt.version import __version__
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
 WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
+OUT_OF_REACH = 1.5  # times a budget: what is foreseen to need more is not compiled
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 Measure = Callable[["Prepared", "Solution | None"], Figures]
@@ -108,10 +109,10 @@ class _Decider:
         self.compile = measure
         self.plain_figures: Figures | None = None
 
-    def search(self, limit: int | None) -> Found:
+    def search(self, limit: int | None, size: Callable[[Found], int] | None = None) -> Found:
         started = time.perf_counter()
         with SearchProgress() as progress, watched_by(progress):
-            found = self.forms.least() if limit is None else self.forms.within(limit)
+            found = self.forms.least() if limit is None else self.forms.within(limit, size)
         self.spend("search", started)
         return found
 
@@ -211,21 +212,33 @@ class _Decider:
         return self.tighten(allowed)
 
     def tighten(self, allowed: int) -> Decision:
-        """Search under the budget, compile, and search again under less where the compiler needs more."""
-        limit = allowed if self.settings.budget.fraction is not None else allowed - self.fixed_bytes()
+        """Search for what is foreseen to fit, compile it, and where it needs more, foresee more for all others."""
+        beside = 0 if self.settings.budget.fraction is not None else self.fixed_bytes()
+        measured: list[tuple[Found, int]] = []  # temporary memory
         least = self.counted(self.plain_figures) if self.plain_figures is not None else None
+
+        def size(found: Found) -> int:
+            known = [temp for other, temp in measured if other.is_the_same_as(found)]
+            return known[0] if known else math.ceil(self.foreseen(found) * correction)
+
+        correction, candidates = 1.0, iter(())
         for attempt in range(MOST_ATTEMPTS):
-            # The last attempt is the least memory that the search knows, whatever that costs.
-            found = self.search(max(limit, 0) if attempt < MOST_ATTEMPTS - 1 else 0)
+            found = next(candidates, None)
+            if found is None and attempt < MOST_ATTEMPTS - 1:
+                found = self.search(max(allowed - beside, 0), size)
+            if found is None or any(found.is_the_same_as(other) for other, _ in measured):
+                candidates = iter(self.smallest(size, measured, allowed - beside))
+                found = next(candidates, None)
+            if found is None:
+                break
             figures = self.measure(found)
             needed = self.counted(figures)
             if needed <= allowed:
                 return self.decision(found, figures)
             least = needed if least is None else min(least, needed)
-            if found.peak > limit:
-                break  # the search gave its least already
-            over = needed - allowed
-            limit = min(int(found.peak * allowed / needed), found.peak - over // 2) - 1
+            beside = needed - figures.temp_bytes
+            measured.append((found, figures.temp_bytes))
+            correction = figures.temp_bytes / max(self.foreseen(found), 1)
         assert least is not None
         raise InfeasibleBudget(
             f"expected a budget of at least {least} bytes, got {self.settings.asked_budget!r} ({allowed} bytes"
@@ -233,6 +246,16 @@ class _Decider:
             f"found needs {least}. Write {self.attainable(least)}",
             least,
         )
+
+    def smallest(
+        self, size: Callable[[Found], int], measured: Sequence[tuple[Found, int]], limit: int
+    ) -> Sequence[Found]:
+        """What may need least, whatever that costs, from the smallest; without what is out of reach."""
+        found = [self.search(0), self.search(None), self.search(0, size)]
+        new = [one for one in found if not any(one.is_the_same_as(other) for other, _ in measured)]
+        different = [one for index, one in enumerate(new) if not any(map(one.is_the_same_as, new[:index]))]
+        reachable = [one for one in different if size(one) <= limit * OUT_OF_REACH]
+        return sorted(reachable, key=size) or (different[:1] if not measured else [])
 
     def attainable(self, least: int) -> str:
         """The argument that would have worked, for an error's text."""
@@ -250,12 +273,13 @@ class _Decider:
     def keep_budget_unverified(self) -> Decision:
         budget = self.settings.budget
         if budget.fraction is not None:
-            limit = int(budget.fraction * self.given.peak_in_order)
+            limit = int(budget.fraction * self.given.as_given)
         else:
             limit = (budget.physical_bytes or 0) - self.fixed_bytes()
-        found = self.search(max(limit, 0))
-        if found.peak > limit:
-            least = found.peak + (0 if budget.fraction is not None else self.fixed_bytes())
+        found = self.search(max(limit, 0), self.foreseen)
+        needed = self.foreseen(found)
+        if needed > limit:
+            least = needed + (0 if budget.fraction is not None else self.fixed_bytes())
             raise InfeasibleBudget(
                 f"expected a budget of at least {least} bytes (predicted), got {self.settings.asked_budget!r}: no "
                 "schedule was found that needs less",
