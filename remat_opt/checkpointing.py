@@ -7,6 +7,7 @@ A call traces the function, looks up what was decided for that program (or decid
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import threading
 import warnings
@@ -246,15 +247,16 @@ class _Checkpointed:
         return explain(decision.plan, prepared.graph_as_given, problem.graph, *liveness, names, seconds)
 
     def capture(self, jitted: Any, args: tuple, kwargs: dict) -> tuple[Any, Captured]:
+        keep = self.settings.keep_user_checkpoints
         try:
-            traced = jitted.trace(*args, **kwargs)
+            with contextlib.nullcontext() if keep else compat.with_known_checkpoints():
+                traced = jitted.trace(*args, **kwargs)
         except jax.errors.ConcretizationTypeError as error:
             error.add_note(
                 "In remat_opt.checkpoint, arguments that decide what is traced are static: write "
                 "remat_opt.checkpoint(fun, static_argnums=...) or static_argnames=..."
             )
             raise
-        keep = self.settings.keep_user_checkpoints
         return traced, capture_traced(traced, keep_checkpoints=keep, keep_rules=True, keep_names=keep)
 
     def outcome(self, captured: Captured) -> _Outcome:

@@ -1,5 +1,6 @@
 """Every transform of JAX on `remat_opt.checkpoint(fun)` gives what it gives on `fun`, as `jax.checkpoint` does."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -249,3 +250,22 @@ def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.Warnin
     assert bool(told) == (not compat.remat3_pins_cotangents())
     if told:
         assert told[0].filename == __file__
+
+
+@pytest.mark.filterwarnings("ignore:remat_opt. under jax_remat3")
+def test_remat3_checkpoints_of_the_user_are_replaced_or_kept(remat3: None) -> None:
+    def with_layers(wrap: Callable, params: Any, x: Any) -> Any:
+        for _ in range(4):
+            x = wrap(lambda x: jnp.sin(x) * x)(x)
+        return loss(params, x)
+
+    args = data()
+    with_checkpoints = partial(with_layers, jax.checkpoint)
+    plain = partial(with_layers, lambda fun: fun)
+    replaced, kept = (remat_opt.checkpoint(with_checkpoints, keep_user_names=keep) for keep in (False, True))
+    assert replaced.plan(*args).saved == remat_opt.checkpoint(plain).plan(*args).saved
+    replaced_jaxpr, kept_jaxpr = (str(jax.make_jaxpr(fun)(*args)) for fun in (replaced, kept))
+    assert kept_jaxpr.count("RematTraced[") >= 4 + replaced_jaxpr.count("RematTraced[")
+    expected = jax.jit(jax.grad(plain))(*args)
+    for checkpointed in (replaced, kept):
+        assert_close(jax.jit(jax.grad(checkpointed))(*args), expected, tolerance=2e-5)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from jax import lax
+from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -267,6 +268,12 @@ def is_jitted(fun: Any) -> bool:
 def uses_remat3() -> bool:
     """Whether `jax.checkpoint` is at present its coming implementation, behind the flag `jax_remat3`."""
     return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def with_known_checkpoints() -> contextlib.AbstractContextManager:
+    """A context for tracing in which a user's `jax.checkpoint` is the primitive that we can enter."""
+    state = getattr(_config, "remat3", None)
+    return contextlib.nullcontext() if state is None else state(False)
 
 
 @functools.cache
