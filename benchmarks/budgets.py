@@ -85,7 +85,8 @@ def measure_row(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
     from remat_opt.settings import check_settings
 
     given, args, kwargs, options = load_step(row)
-    prepared = remat_opt.optimize(given, target=row.target, **options).prepare(*args, **kwargs)
+    step = remat_opt.optimize(given, target=row.target, **options)
+    prepared = step.ask(lambda inner, args, kwargs: inner.prepare(*args, **kwargs), args, kwargs)
     compiler = Compiler(row.target)
     plain = compiler(prepared, None)
     for budget in budgets:

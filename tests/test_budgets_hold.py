@@ -1,0 +1,83 @@
+"""Budgets over the whole range: each holds in what is compiled, or is refused because nothing of ours keeps it."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import remat_opt
+from benchmarks import budgets
+from benchmarks.predicted_memory import Row, load, load_step
+
+KEPT = load(budgets.RESULTS / "budgets.json")
+SMALL = (
+    Row("steps/u_net", None, None, "cpu"),
+    Row("steps/mlp", None, None, "cpu"),
+    Row("steps/micro_batches", None, None, "h200"),
+)
+
+
+@pytest.mark.parametrize("row", SMALL, ids=lambda row: row.key)
+def test_small_rows_hold_as_they_are_kept(row: Row, tmp_path: Path) -> None:
+    """Through `optimize` and `measure`, as a user would."""
+    given, args, kwargs, options = load_step(row)
+    kept = KEPT[row.key]
+    refused: list[float] = []
+    for budget in budgets.BUDGETS:
+        step = remat_opt.optimize(given, target=row.target, budget=budget, **options)
+        found = kept["budgets"][str(budget)]
+        try:
+            plan = step.plan(*args, **kwargs)
+        except remat_opt.InfeasibleBudget as refusal:
+            assert refusal.least_bytes == pytest.approx(found["refused_bytes"], rel=0.01)
+            refused.append(budget)
+            continue
+        assert plan.plain_measured is not None
+        allowed = budget * plan.plain_measured.temp_bytes
+        compiled = remat_opt.measure(step, *args, **kwargs).temp_bytes
+        assert compiled is not None
+        assert compiled <= allowed
+        assert compiled == pytest.approx(found["temp_bytes"], rel=0.01)
+    # Once a budget is refused, so is every smaller one.
+    assert refused == [budget for budget in budgets.BUDGETS if budget <= max(refused, default=0)]
+
+
+def test_every_kept_budget_holds_or_is_rightly_refused() -> None:
+    wrong = [
+        (key, budget)
+        for key, result in KEPT.items()
+        for budget in result["budgets"]
+        if not budgets.is_right(key, result, budget)
+    ]
+    assert wrong == []
+
+
+def test_more_memory_costs_no_more_flops() -> None:
+    """Up to a point of the plain step's: time, not FLOPs, is what is made small, and predictions are off by a little."""
+    for key, result in KEPT.items():
+        costs = [found["extra_flops"] for found in result["budgets"].values() if "extra_flops" in found]
+        assert all(more <= less + 0.05 for more, less in zip(costs, costs[1:], strict=False)), key
+
+
+def test_a_refusal_is_wrong_where_something_of_ours_kept_the_budget() -> None:
+    result = {"plain_bytes": 1000, "least_bytes": 400, "budgets": {"0.5": {"refused_bytes": 600}, "0.3": {}}}
+    result["budgets"]["0.3"] = {"refused_bytes": 600}
+    assert not budgets.is_right("a network", result, "0.5")
+    assert budgets.is_right("a network", result, "0.3")
+    held = {**result, "budgets": {"0.5": {"temp_bytes": 501}}}
+    assert not budgets.is_right("a network", held, "0.5")
+
+
+def test_results_are_added_budget_by_budget(tmp_path: Path) -> None:
+    row, file = SMALL[0], tmp_path / "budgets.json"
+    message = {"plain_bytes": 100, "least_bytes": 40, "budget": 0.5, "found": {"temp_bytes": 45, "compilations": 1}}
+    message["found"]["extra_flops"] = 0.1
+    budgets.save(budgets.add({}, row, message), file)
+    more = {**message, "budget": 0.3, "least_bytes": None, "found": {"refused_bytes": 40, "compilations": 2}}
+    budgets.save(budgets.add(load(file), row, more), file)
+    result = json.loads(file.read_text(encoding="utf-8"))[row.key]
+    assert result["least_bytes"] == 40
+    assert set(result["budgets"]) == {"0.5", "0.3"}
+    table = file.with_suffix(".md").read_text(encoding="utf-8")
+    assert "0.45 +10.0%" in table
+    assert "2 budgets, 0 neither held nor rightly refused; 3 compilations." in table
