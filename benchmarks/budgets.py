@@ -137,8 +137,8 @@ def to_markdown(results: dict[str, dict]) -> str:
     lines = [
         "# Budgets",
         "",
-        "Temporary memory of the compiled step as a part of the plain one's (both with our compiler options), and extra "
-        "FLOPs as predicted, for each budget; – where it was refused. Written by `python -m benchmarks.budgets`; "
+        "Temporary memory of the compiled step as a part of the plain one's (both with our compiler options), and "
+        "extra FLOPs as predicted, for each budget; – where it was refused. Written by `python -m benchmarks.budgets`; "
         "figures for an absent GPU are without autotuning.",
         "",
         "| network, batch, size | target | plain, MB | " + " | ".join(map(str, BUDGETS)) + " | least ever |",
@@ -178,7 +178,8 @@ def run_apart(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
     """`measure_row` in a process of its own; what comes before that fails is kept."""
     command = [sys.executable, "-m", "benchmarks.budgets", "--row", json.dumps([row, budgets])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
         yield from map(json.loads, process.stdout)
         said = process.stderr.read()
     if process.returncode:

@@ -32,7 +32,7 @@ def gpt(*, layers: int = 12, time: int = 512, batch: int = 8, vocabulary: int = 
     sizes = {"qkv": (width, 3 * width), "out": (width, width), "up": (width, 4 * width), "down": (4 * width, width)}
     stack = {name: (layers, *shape) for name, shape in sizes.items()}
     stack |= {f"{name}_bias": (layers, shape[-1]) for name, shape in sizes.items()}
-    stack |= {name: (layers, width) for name in ("gain1", "bias1", "gain2", "bias2")}
+    stack |= dict.fromkeys(("gain1", "bias1", "gain2", "bias2"), (layers, width))
     params = {
         "stack": jax.tree.map(lambda shape: _floats(*shape), stack, is_leaf=lambda leaf: isinstance(leaf, tuple)),
         "embedding": _floats(vocabulary, width),

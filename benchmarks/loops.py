@@ -1,4 +1,4 @@
-"""Networks written as loops: what their training steps need on an H200, plain and optimised, with no hint from the user.
+"""Networks written as loops: what their training steps need on an H200, plain and optimised, without hints.
 
     python -m benchmarks.loops                 # what has no result yet, a minute each
     python -m benchmarks.loops lstm gru --again
@@ -73,7 +73,8 @@ def measure_row(row: Row) -> dict[str, Any]:
     with_plain = remat_opt.measure(plain, *args, target=TARGET) if row.budget is None else None
     optimized = with_plain.optimized if with_plain is not None else plan.measured
     figures = with_plain.plain if with_plain is not None else plan.plain_measured
-    assert figures is not None and optimized is not None, "an H200's compiler refuses nothing"
+    assert figures is not None, "an H200's compiler refuses nothing"
+    assert optimized is not None
     return {
         "plain_bytes": figures.temp_bytes,
         "temp_bytes": optimized.temp_bytes,

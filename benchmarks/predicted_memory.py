@@ -164,8 +164,8 @@ def to_markdown(results: dict[str, dict]) -> str:
         "# Predicted and compiled temporary memory",
         "",
         "MB (10^6 bytes), float32, SGD with momentum, state donated (the tests' steps as they are); written by "
-        "`python -m benchmarks.predicted_memory`. Figures for an absent GPU are without autotuning. Extra FLOPs are the "
-        "plan's; beside them those of the step that is written, counted by a walk over it.",
+        "`python -m benchmarks.predicted_memory`. Figures for an absent GPU are without autotuning. Extra FLOPs are "
+        "the plan's; beside them those of the step that is written, counted by a walk over it.",
         "",
         "| network, batch, size | target | plain: predicted | compiled | error "
         "| optimised: predicted | compiled | error | against plain | extra FLOPs | counted | jax |",

@@ -60,7 +60,13 @@ class Prepared:
         """
         given, aliases = self.captured.program, self.bridge.graph.aliases
         program, loops = write_loops(
-            given, loops, aliases, self.rates, inside=inside, keep_checkpoints=keep_checkpoints
+            given,
+            loops,
+            aliases,
+            self.rates,
+            inside=inside,
+            keep_checkpoints=keep_checkpoints,
+            platform=self.target.platform,
         )
         if program is given:
             same = dataclasses.replace(self, loops=loops)

@@ -1,5 +1,6 @@
 """Budgets over the whole range: each holds in what is compiled, or is refused because nothing of ours keeps it."""
 
+import itertools
 import json
 from pathlib import Path
 
@@ -26,12 +27,13 @@ def test_small_rows_hold_as_they_are_kept(row: Row, tmp_path: Path) -> None:
     for budget in budgets.BUDGETS:
         step = remat_opt.optimize(given, target=row.target, budget=budget, **options)
         found = kept["budgets"][str(budget)]
-        try:
-            plan = step.plan(*args, **kwargs)
-        except remat_opt.InfeasibleBudget as refusal:
-            assert refusal.least_bytes == pytest.approx(found["refused_bytes"], rel=0.01)
+        if "refused_bytes" in found:
+            with pytest.raises(remat_opt.InfeasibleBudget) as refusal:
+                step.plan(*args, **kwargs)
+            assert refusal.value.least_bytes == pytest.approx(found["refused_bytes"], rel=0.01)
             refused.append(budget)
             continue
+        plan = step.plan(*args, **kwargs)
         assert plan.plain_measured is not None
         allowed = budget * plan.plain_measured.temp_bytes
         compiled = remat_opt.measure(step, *args, **kwargs).temp_bytes
@@ -53,10 +55,10 @@ def test_every_kept_budget_holds_or_is_rightly_refused() -> None:
 
 
 def test_more_memory_costs_no_more_flops() -> None:
-    """Up to a point of the plain step's: time, not FLOPs, is what is made small, and predictions are off by a little."""
+    """Up to some points of the plain step's: time, not FLOPs, is what is made small, and predictions are off."""
     for key, result in KEPT.items():
         costs = [found["extra_flops"] for found in result["budgets"].values() if "extra_flops" in found]
-        assert all(more <= less + 0.05 for more, less in zip(costs, costs[1:], strict=False)), key
+        assert all(more <= less + 0.05 for more, less in itertools.pairwise(costs)), key
 
 
 def test_a_refusal_is_wrong_where_something_of_ours_kept_the_budget() -> None:

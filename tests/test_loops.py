@@ -2,6 +2,7 @@
 
 import functools
 import math
+import re
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from jax.extend.core import primitives
 from test_loops_values import RATES, captured, run
 
 import remat_opt
+from remat_opt.examples import make_example
 from remat_opt.graph.build import build
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.choose import choose, needed
@@ -271,6 +273,17 @@ def test_optimize_trains_a_recurrent_network_in_less_memory():
         other, found = optimized(other, *arguments[1:])
         np.testing.assert_array_equal(expected, found)
     jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_weights_updated_in_the_reverse_loop_are_not_copied_at_each_step():
+    """On the CPU, whose compiler copies the whole stack where it does not see what is read before the update."""
+    example = make_example("gpt_scan", small=True, batch=4)
+    step = remat_opt.optimize(jax.jit(example.train_step, donate_argnums=example.donate_argnums))
+    ((_, choice),) = step.plan(*example.abstract_args).loops
+    assert choice.update
+    compiled = step.lower(*example.abstract_args).compile().as_text()
+    layers = 2
+    assert not re.findall(rf"= f32\[{layers},\d+,\d+\]\S* copy\(", compiled)
 
 
 def test_a_plan_with_loops_can_be_saved_and_used_again(tmp_path):

@@ -172,6 +172,8 @@ class ReverseLoop:
         pair, kept, backward = self.pair, self.kept, self.pair.backward
         carries, cotangents = self.together(carries, cotangents)
         given_now = {given: _slice(s, index) for given, s in zip(self.in_place.values(), in_place, strict=True)}
+        if self.writer.slices_apart:
+            given_now = {given: lax.optimization_barrier(now) for given, now in given_now.items()}
         again = self.forward_environment(dict(zip(kept.carries, carries, strict=True)))
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
         evaluate(pair.forward.body, kept.again.equations, again)

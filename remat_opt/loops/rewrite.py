@@ -24,6 +24,8 @@ def rewrite_loops(
     pairs: Sequence[Pair],
     chosen: Iterable[tuple[int, LoopChoice]],
     aliases: Sequence[tuple[int, int]] = (),
+    *,
+    slices_apart: bool = False,
 ) -> Program:
     """Write pairs of scans again.
 
@@ -32,6 +34,8 @@ def rewrite_loops(
         pairs: as `find_pairs` gives them.
         chosen: for some of the pairs, by position, what is to be done.
         aliases: (input, output) pairs of the program that share one buffer, because the input was donated.
+        slices_apart: slices of stacks that are updated in place get buffers of their own, so that no kernel reads the
+            stack when it has been overwritten: a compiler that does not see this copies the whole stack at each step.
 
     Returns:
         The program with the same inputs and outputs. Values of equations that were not touched keep their numbers.
@@ -39,7 +43,7 @@ def rewrite_loops(
     splicing = Splicing(program)
     chosen = tuple(chosen)
     for at, choice in chosen:
-        splicing.write_pair(pairs[at], choice, aliases, pairs)
+        splicing.write_pair(pairs[at], choice, aliases, pairs, slices_apart)
     return splicing.result() if chosen else program
 
 
@@ -58,7 +62,12 @@ class Splicing:
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
 
     def write_pair(
-        self, pair: Pair, choice: LoopChoice, aliases: Sequence[tuple[int, int]], pairs: Sequence[Pair]
+        self,
+        pair: Pair,
+        choice: LoopChoice,
+        aliases: Sequence[tuple[int, int]],
+        pairs: Sequence[Pair],
+        slices_apart: bool = False,
     ) -> None:
         """Put a pair's two loops in the place of its scans."""
         program = self.program
@@ -69,7 +78,14 @@ class Splicing:
             if index not in (pair.backward_index, *absorbed):
                 read_later.update(x for x in equation.inputs if not isinstance(x, Constant))
         writer = PairWriter(
-            program, pair, choice, recomputation(pair, choice), update, self.constant, frozenset(read_later)
+            program,
+            pair,
+            choice,
+            recomputation(pair, choice),
+            update,
+            self.constant,
+            frozenset(read_later),
+            slices_apart,
         )
 
         operands = values_among(pair.forward.equation.inputs)

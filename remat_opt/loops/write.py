@@ -44,6 +44,7 @@ class PairWriter:
         update: what moves into the reverse loop, if anything.
         constant: the program's `constant_equations`.
         read_later: values of the program that somebody reads; what nobody reads is not written.
+        slices_apart: see `rewrite_loops`.
     """
 
     program: Program
@@ -53,6 +54,7 @@ class PairWriter:
     update: Update | None
     constant: dict[int, int]
     read_later: frozenset[int]
+    slices_apart: bool = False
 
     # The forward loop
 
