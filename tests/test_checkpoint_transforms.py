@@ -142,8 +142,22 @@ def test_in_shard_map_with_a_collective_inside() -> None:
         return loss(params, x + jax.lax.pmean(x, "data"))
 
     for fun in (loss, loss_with_collective):
-        expected = jax.jit(jax.grad(total(fun)))(params, x)
-        assert_close(jax.jit(jax.grad(total(remat_opt.checkpoint(fun))))(params, x), expected)
+        checkpointed = total(remat_opt.checkpoint(fun))
+        assert checkpoints_in(checkpointed, params, x) > 1  # divided, and not one checkpoint round what failed
+        assert_close(jax.jit(jax.grad(checkpointed))(params, x), jax.jit(jax.grad(total(fun)))(params, x))
+
+
+def test_with_more_results_than_the_loss() -> None:
+    def with_others(params: Any, x: jax.Array) -> Any:
+        y = network(params, x)
+        return (y**2).mean(), {"sums": y.sum(0), "count": jnp.int32(len(y)), "none": None}
+
+    args = data()
+    expected = jax.jit(jax.value_and_grad(with_others, has_aux=True))(*args)
+    checkpointed = remat_opt.checkpoint(with_others)
+    assert checkpoints_in(checkpointed, *args)
+    assert_close(jax.jit(jax.value_and_grad(checkpointed, has_aux=True))(*args), expected)
+    assert_close(jax.value_and_grad(checkpointed, has_aux=True)(*args), expected)
 
 
 def test_under_vmap_with_an_axis_name() -> None:

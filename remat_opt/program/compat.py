@@ -189,8 +189,8 @@ def abstract(aval: Any) -> Any:
     sharding = getattr(aval, "sharding", None)
     if sharding is not None and not sharding.mesh.empty:
         kept["sharding"] = sharding
-    if varying := getattr(aval, "vma", None):
-        kept["vma"] = varying
+    if manual := getattr(aval, "manual_axis_type", None):
+        kept["manual_axis_type"] = manual
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **kept)
 
 
