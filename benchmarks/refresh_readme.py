@@ -21,7 +21,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import loops
 from benchmarks.markdown import cut_of
+from benchmarks.predicted_memory import megabytes
 from benchmarks.results_file import Results, file_of, load
 from benchmarks.tables import TABLES, Row
 from remat_opt.examples import EXAMPLES
@@ -111,6 +113,28 @@ def _results_row(row: Row, results: Mapping[str, Any]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def loops_table() -> str:
+    """The looped networks for an H200 as they are kept."""
+    results = load(loops.FILE)
+    versions = sorted({result["jax_version"] for result in results.values()})
+    lines = [
+        "| step | plain | remat_opt | cut | extra FLOPs |",
+        "|---|---:|---:|---:|---:|",
+        *(
+            f"| {row.key} | {megabytes(found['plain_bytes'])} | {megabytes(found['temp_bytes'])} "
+            f"| {1 - found['temp_bytes'] / found['plain_bytes']:.0%} | {found['extra_flops']:.0%} |"
+            for row in loops.ROWS
+            if (found := results.get(row.key)) is not None
+        ),
+        "",
+        f"Temporary memory in MB for an H200 (jax {', '.join(versions)}, state donated). The GPTs are bfloat16 with "
+        "adamw, width 512: 12 layers over 8 × 512 tokens, and 64 layers over 32 × 128; the recurrent networks are "
+        "float32 with adam, 64 sequences of 1,024 steps unless it says otherwise. The steps are in "
+        "`benchmarks/loop_networks.py`; `python -m benchmarks.loops --again` makes the table again.",
+    ]
+    return "\n".join(lines)
+
+
 def fenced(text: str) -> str:
     """Text as a block of a Markdown file, without spaces at the ends of lines."""
     lines = [line.rstrip() for line in text.strip("\n").split("\n")]
@@ -138,9 +162,10 @@ def main() -> None:
     parser.add_argument("--results", action="store_true", help="the kept results only, without running the demo")
     only_results = parser.parse_args().results
     document = README.read_text(encoding="utf-8")
-    for name in ("headline", "demo", "explain", "results"):
+    for name in ("headline", "demo", "explain", "results", "loops"):
         replace_region(document, name, "")  # a comment that is missing is told before the demo runs
     document = replace_region(document, "results", results_table())
+    document = replace_region(document, "loops", loops_table())
     if not only_results:
         shown, figures = run_demo()
         tables, _, explanation = shown.partition("\nPlan for target")
