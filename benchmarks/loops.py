@@ -103,7 +103,11 @@ def to_markdown(results: dict[str, dict[str, Any]]) -> str:
         part = found["temp_bytes"] / found["plain_bytes"]
         cells = [row.key, megabytes(found["plain_bytes"]), megabytes(found["temp_bytes"])]
         cells += [f"≤ {row.asked_mb:g}" if row.asked_mb else "–", f"{part:.1%}", f"{found['extra_flops']:+.1%}"]
-        cells += [f"≤ {row.asked_flops:.0%}" if row.asked_flops else "–", megabytes(found["predicted_bytes"]), found["jax_version"]]
+        cells += [
+            f"≤ {row.asked_flops:.0%}" if row.asked_flops else "–",
+            megabytes(found["predicted_bytes"]),
+            found["jax_version"],
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
