@@ -14,7 +14,7 @@ from remat_opt.graph.schedule import Run, Schedule
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.targets.figures import Figures
 
-SCHEMA = 2
+SCHEMA = 3
 
 
 class PlanError(ValueError):
@@ -124,7 +124,13 @@ class Plan:
             "versions": dict(self.versions),
             "note": self.note,
             "loops": [
-                {"pair": at, "saved": sorted(loop.saved), "chunk": loop.chunk, "update": loop.update}
+                {
+                    "pair": at,
+                    "saved": sorted(loop.saved),
+                    "chunk": loop.chunk,
+                    "in_chunk": sorted(loop.in_chunk),
+                    "update": loop.update,
+                }
                 for at, loop in self.loops
             ],
             "loop_bodies": self.loop_bodies,
@@ -189,10 +195,7 @@ class Plan:
             versions=dict(document["versions"]),
             note=document["note"],
             saved_digest=document["saved_digest"],
-            loops=tuple(
-                (loop["pair"], LoopChoice(frozenset(map(int, loop["saved"])), loop["chunk"], loop["update"]))
-                for loop in document["loops"]
-            ),
+            loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
             loop_bodies=int(document["loop_bodies"]),
             inside_loops=document["inside_loops"],
         )
@@ -233,6 +236,11 @@ def check_fit(plan: Plan, fingerprint: str, inputs: tuple[str, ...], equations: 
 def digest(names: tuple[str, ...]) -> str:
     """A short fingerprint of a saved set."""
     return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
+    saved, in_chunk = (frozenset(map(int, loop[name])) for name in ("saved", "in_chunk"))
+    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk)
 
 
 def _digest_of(*parts: Any) -> str:

@@ -198,6 +198,20 @@ def test_options_say_what_the_program_has_then():
     assert pair.options[0].kept_bytes == bytes_between(found.program)[0]
 
 
+def test_chunks_that_keep_their_residuals_take_one_forward_pass():
+    """Chen et al. 2016 on a loop: far fewer bytes than the carry of every step, for as many FLOPs."""
+    found, _, aliases = captured(lambda: long_lstm(400))
+    (pair,) = choose(found.program, RATES, aliases).options
+    (one_level,) = (o for o in pair.options if o.choice == LoopChoice())
+    in_chunks = [o for o in pair.options if o.choice is not None and o.choice.in_chunk]
+    best = min(in_chunks, key=lambda option: option.bytes)
+    assert best.extra_flops <= 1.02 * one_level.extra_flops
+    assert best.bytes < 0.35 * one_level.bytes
+    twice = min((o for o in pair.options if o.choice is not None and o.choice.chunk), key=lambda option: option.bytes)
+    assert twice.bytes < best.bytes
+    assert twice.extra_flops > 1.5 * best.extra_flops
+
+
 def test_a_budget_pays_no_more_than_it_must():
     found, _, aliases = captured(lambda: models.over_layers(models.block, tx=optax.adamw(1e-2)))
     free = choose(found.program, RATES, aliases, 10**9)
@@ -284,6 +298,19 @@ def test_weights_updated_in_the_reverse_loop_are_not_copied_at_each_step():
     compiled = step.lower(*example.abstract_args).compile().as_text()
     layers = 2
     assert not re.findall(rf"= f32\[{layers},\d+,\d+\]\S* copy\(", compiled)
+
+
+def test_a_plan_whose_chunks_keep_residuals_can_be_saved(tmp_path):
+    step, arguments = long_lstm(400)
+    optimized = remat_opt.optimize(jax.jit(step, donate_argnums=0), budget=0.15, verify=False)
+    plan = optimized.plan(*arguments)
+    assert plan.loops[0][1].in_chunk
+    plan.save(tmp_path / "plan.json")
+    again = remat_opt.optimize(jax.jit(step, donate_argnums=0), plan=remat_opt.Plan.load(tmp_path / "plan.json"))
+    assert again.plan(*arguments).loops == plan.loops
+    assert "tensors that are made again" in str(optimized.explain(*arguments))
+    expected = jax.jit(step)(*arguments)[1]
+    np.testing.assert_allclose(again(*arguments)[1], expected, rtol=1e-6)
 
 
 def test_a_plan_with_loops_can_be_saved_and_used_again(tmp_path):

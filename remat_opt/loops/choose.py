@@ -24,7 +24,7 @@ from remat_opt.program.inline import Program
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70
 MOST_EXTRAS = (MOST_EXTRA, MOST_EXTRA_TWICE)
-WORTH_A_SECOND = 1 / 3
+WORTH_A_SECOND = 0.15
 WORTH_WRITING = 0.98  # an option with more than this part of the bytes as given is no gain
 
 

@@ -110,6 +110,8 @@ class _Costs:
             one_level = LoopChoice(saved)
             chunks = self.chunks() if not saved and recomputation(self.pair, one_level).carries else ()
             found += [self.option(LoopChoice(saved, c, u)) for c in (None, *chunks) for u in updates]
+        for in_chunk, chunk in self.chunks_with_residuals():
+            found += [self.option(LoopChoice(frozenset(), chunk, u, in_chunk)) for u in updates]
         loops = (self.pair.forward.equation, self.pair.backward.equation)
         backward = build(self.pair.backward.body, self.rates).graph
         seconds = self.pair.length * (self.forward_bridge.graph.seconds + backward.seconds)
@@ -138,10 +140,11 @@ class _Costs:
         else:
             whole = (length - 1) // choice.chunk
             last = length - whole * choice.chunk
-            carry = self.body_bytes(loop.body_carry[at] for at in again.carries)
+            carry = self.body_bytes((*(loop.body_carry[at] for at in again.carries), *again.in_chunk))
             kept += (whole + 1) * self.body_bytes(loop.body_carry[at] for at in again.advanced) + last * carry
             transient += (choice.chunk - last) * carry if whole else 0
-            repeats.append((whole * (choice.chunk - 1), again.advance.equations))
+            steps = choice.chunk if again.in_chunk else choice.chunk - 1
+            repeats.append((whole * steps, again.advance.equations))
         return Option(
             choice,
             kept,
@@ -167,6 +170,22 @@ class _Costs:
         length = self.pair.length
         root = best_chunk(length)
         return tuple(sorted({c for c in (2, 4, root) if 1 < c < length}))
+
+    def chunks_with_residuals(self) -> list[tuple[frozenset[int], int]]:
+        """Sets of residuals that chunks may keep, with the numbers of steps that then need least, and fewer."""
+        length, loop = self.pair.length, self.pair.forward
+        if not recomputation(self.pair, LoopChoice()).carries:
+            return []
+        found = []
+        for wanted in (frozenset(self.pair.residuals) - {*loop.body.inputs}, *self.saved_sets()[-1:]):
+            again = recomputation(self.pair, LoopChoice(chunk=1, in_chunk=wanted))
+            held = self.body_bytes((*(loop.body_carry[at] for at in again.carries), *again.in_chunk))
+            if not again.in_chunk or not held:
+                continue
+            first = self.body_bytes(loop.body_carry[at] for at in again.advanced)
+            least = min(range(1, length), key=lambda chunk: first * ((length - 1) // chunk + 1) + held * chunk)
+            found += [(wanted, chunk) for chunk in sorted({least, max(least // 2, 1)}) if 1 < chunk < length]
+        return found
 
     def saved_sets(self) -> list[frozenset[int]]:
         """Nothing but the carry; then the dear results of a step, those first that give most time for each byte."""

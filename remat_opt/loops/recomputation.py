@@ -18,10 +18,11 @@ class Recomputation:
     Attributes:
         again: the equations that a step of the reverse loop repeats to have its residuals.
         carries: positions of the carries that `again` starts from.
-        advance: two levels: the equations that a chunk repeats to have the carries of all of its steps.
+        advance: two levels: the equations that a chunk repeats to have the carries of all of its steps, and `in_chunk`.
         advanced: two levels: positions of the carries that are handed on so; the first ones of each chunk are kept.
         saved: values whose stacks are written beside the carries.
         given: values whose stacks are there anyway, with their position among the forward scan's `ys`.
+        in_chunk: two levels: values that a chunk stacks, beside the carries, while it advances.
     """
 
     again: Slice
@@ -30,20 +31,22 @@ class Recomputation:
     advanced: tuple[int, ...]
     saved: tuple[int, ...]
     given: dict[int, int]
+    in_chunk: tuple[int, ...] = ()
 
 
 def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
     """Work out what a choice keeps and repeats."""
     loop = pair.forward
     available = {*choice.saved, *pair.given, *pair.never_repeated}
-    again = slice_back(loop, pair.residuals, available)
+    again = slice_back(loop, pair.residuals, available | choice.in_chunk)
+    in_chunk = tuple(sorted(again.reads & choice.in_chunk - available))
     carries = _carries(pair, again.reads - available)
     reads = set(again.reads)
     advance, advanced = Slice((), frozenset()), ()
-    if choice.chunk is not None and carries:
+    if choice.chunk is not None and (carries or in_chunk):
         wanted = set(carries)
         while True:
-            advance = slice_back(loop, [loop.next_carry[at] for at in sorted(wanted)], available)
+            advance = slice_back(loop, [*(loop.next_carry[at] for at in sorted(wanted)), *in_chunk], available)
             more = wanted.union(_carries(pair, advance.reads - available))
             if more == wanted:
                 break
@@ -52,7 +55,7 @@ def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
         reads |= advance.reads
     given = {value: y for value, y in pair.given.items() if value in reads}
     saved = tuple(sorted((reads & available) - given.keys()))
-    return Recomputation(again, carries, advance, advanced, saved, given)
+    return Recomputation(again, carries, advance, advanced, saved, given, in_chunk)
 
 
 def _carries(pair: Pair, reads: Iterable[int]) -> tuple[int, ...]:
@@ -79,7 +82,8 @@ def joint_step(pair: Pair, again: Recomputation) -> Program:
         outputs = tuple(value + shift for value in equation.outputs)
         equations.append(dataclasses.replace(equation, inputs=tuple(map(renumbered, equation.inputs)), outputs=outputs))
     own = [value for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]
-    given = {*again.again.reads, *(v for v in pair.residuals if v in (*again.saved, *again.given))}
+    there = {*again.saved, *again.given, *again.in_chunk}
+    given = {*again.again.reads, *(value for value in pair.residuals if value in there)}
     return Program(
         avals=(*forward.avals, *backward.avals),
         inputs=(

@@ -117,7 +117,7 @@ class ReverseLoop:
         return lax.scan(step, state, (numbers, list(carries)), reverse=True, unroll=unroll)[0]
 
     def advance(self, number: jax.Array, in_place: list[Any]) -> list[Any]:
-        """The carries that the steps of one chunk start from, by what they are needed for: stacks of the chunk's size.
+        """The carries that the steps of one chunk start from, and what it keeps besides: stacks of the chunk's size.
 
         Args:
             number: which chunk.
@@ -133,16 +133,27 @@ class ReverseLoop:
             values = [carry[kept.advanced.index(at)] for at in kept.carries]
             return [lax.dynamic_update_index_in_dim(s, c, place, 0) for s, c in zip(held, values, strict=True)]
 
-        def step(state, step_number):
-            carry, held = state
+        def advanced(carry, step_number):
             environment = self.forward_environment(dict(zip(kept.advanced, carry, strict=True)))
-            index = self.index_of(number, step_number - 1)
+            index = self.index_of(number, step_number)
             environment |= {value: _slice(stack, index) for value, stack in stacks.items()}
             evaluate(forward.body, kept.advance.equations, environment)
-            carry = [read(forward.next_carry[at], environment) for at in kept.advanced]
+            return [read(forward.next_carry[at], environment) for at in kept.advanced], environment
+
+        def step(state, step_number):
+            carry, held = state
+            carry, _ = advanced(carry, step_number - 1)
             return (carry, hold(held, carry, step_number)), None
 
+        def step_with_residuals(carry, step_number):
+            next_carry, environment = advanced(carry, step_number)
+            before = [carry[kept.advanced.index(at)] for at in kept.carries]
+            return next_carry, [*before, *(environment[value] for value in kept.in_chunk)]
+
         first = [_slice(slots, number) for slots in self.slots]
+        if kept.in_chunk:
+            numbers = jnp.arange(chunk, dtype=jnp.int32)
+            return lax.scan(step_with_residuals, first, numbers, unroll=unroll_for(forward.unroll, chunk))[1]
         held = hold([room_for(first[kept.advanced.index(at)], chunk) for at in kept.carries], first, 0)
         if chunk > 1:
             numbers = jnp.arange(1, chunk, dtype=jnp.int32)
@@ -161,7 +172,7 @@ class ReverseLoop:
         Args:
             state: the backward carry and the stacks that are updated in place.
             index: the slice of the stacks that is at hand.
-            carries: the forward carries that the recomputation starts from.
+            carries: the forward carries that the recomputation starts from, and what the chunk has kept besides.
             slices: this step's slice of each of `stacks`.
 
         Returns:
@@ -170,12 +181,14 @@ class ReverseLoop:
         cotangents, in_place = state
         of_forward, of_backward, of_update = slices
         pair, kept, backward = self.pair, self.kept, self.pair.backward
+        carries, residuals = carries[: len(kept.carries)], carries[len(kept.carries) :]
         carries, cotangents = self.together(carries, cotangents)
         given_now = {given: _slice(s, index) for given, s in zip(self.in_place.values(), in_place, strict=True)}
         if self.writer.slices_apart:
             given_now = {given: lax.optimization_barrier(now) for given, now in given_now.items()}
         again = self.forward_environment(dict(zip(kept.carries, carries, strict=True)))
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
+        again |= dict(zip(kept.in_chunk, residuals, strict=True))
         evaluate(pair.forward.body, kept.again.equations, again)
 
         environment = self.writer.constants(backward, self.operands)

@@ -6,7 +6,8 @@ loop repeats the body up to its residuals and goes on as before. That is what `j
 Two levels (Chen et al. 2016, section 4, on a loop): the forward loop keeps the first carry of each chunk of steps, and
 all carries of the last chunk, which is turned round at once. The reverse loop goes over the other chunks, makes the
 carries of one again and then runs it in reverse, reading and writing the whole stacks by index. The last chunk is
-shorter where the chunk does not divide the length.
+shorter where the chunk does not divide the length. A chunk may keep residuals, too, while it makes its carries, so that
+they are not made a third time.
 
 In both the optimizer's update may be done inside the reverse loop (`update.py`): stacks of parameters and moments are
 then carries of the loop, updated in place.
@@ -97,16 +98,18 @@ class PairWriter:
                     for at, slot in zip(kept.advanced, slots, strict=True)
                 ]
                 place = jnp.maximum(step_number - chunk * self.whole_chunks, 0)  # the first until the last chunk
+                held = [*(carry[at] for at in kept.carries), *(environment[value] for value in kept.in_chunk)]
                 recent = [
-                    lax.dynamic_update_index_in_dim(stack, carry[at], place, 0)
-                    for at, stack in zip(kept.carries, recent, strict=True)
+                    lax.dynamic_update_index_in_dim(stack, value, place, 0)
+                    for value, stack in zip(held, recent, strict=True)
                 ]
             return ([read(atom, environment) for atom in loop.next_carry], slots, recent), stacked
 
         slots, recent = [], []
         if chunk is not None:
             slots = [room_for(first[at], self.whole_chunks + 1) for at in kept.advanced]
-            recent = [room_for(first[at], self.last_chunk) for at in kept.carries]
+            avals = [loop.body.avals[value] for value in kept.in_chunk]
+            recent = [room_for(value, self.last_chunk) for value in (*(first[at] for at in kept.carries), *avals)]
         xs = [self.step_numbers(), *(read(atom, operands) for atom in loop.xs)]
         unroll = unroll_for(loop.unroll, loop.length)
         state = (first, slots, recent)

@@ -158,6 +158,10 @@ def _loops(explanation: Explanation) -> list[str]:
             kept = f"its carry at every {choice.chunk}. step, and what lies between from there on"
         if choice.saved:
             kept += f", {format_count(len(choice.saved), 'tensor')} of each step"
+        if choice.in_chunk:
+            kept += (
+                f", and for so many steps at a time {format_count(len(choice.in_chunk), 'tensor')} that are made again"
+            )
         sizes = (
             f", {format_bytes(loop.given_bytes)} → {format_bytes(loop.bytes)}"
             if loop.given_bytes and loop.bytes
