@@ -138,7 +138,7 @@ class ReverseLoop:
             environment = self.forward_environment(dict(zip(kept.advanced, carry, strict=True)))
             index = self.index_of(number, step_number - 1)
             environment |= {value: _slice(stack, index) for value, stack in stacks.items()}
-            evaluate(forward.body, kept.advance.equations, environment)
+            evaluate(forward.body, kept.advance.equations, environment, again=True)
             carry = [read(forward.next_carry[at], environment) for at in kept.advanced]
             return (carry, hold(held, carry, step_number)), None
 
@@ -174,7 +174,7 @@ class ReverseLoop:
         given_now = {given: _slice(s, index) for given, s in zip(self.in_place.values(), in_place, strict=True)}
         again = self.forward_environment(dict(zip(kept.carries, carries, strict=True)))
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
-        evaluate(pair.forward.body, kept.again.equations, again)
+        evaluate(pair.forward.body, kept.again.equations, again, again=True)
 
         environment = self.writer.constants(backward, self.operands)
         environment |= dict(zip(backward.body_carry, cotangents, strict=True))

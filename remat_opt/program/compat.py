@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jax import lax
 from jax._src import core as _core
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax import parallel as _parallel
 from jax._src.state.types import AbstractRef
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer as Tracer
@@ -97,6 +99,32 @@ def is_stateful(primitive: Any, params: dict[str, Any]) -> bool:
     )
 
 
+# What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has
+# none), and a `shard_map` around them has none either. Those left out tell an index or change a type, and send nothing.
+_SENDS_NOTHING = ("axis_index_p", "preduced_p", "vary_unreduced_cast_p")
+COLLECTIVES = frozenset(
+    primitive
+    for name, primitive in vars(_parallel).items()
+    if isinstance(primitive, extend_core.Primitive) and name not in _SENDS_NOTHING
+)
+
+
+def communicates(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation is an explicit collective, or has one in it."""
+    if primitive in COLLECTIVES:
+        return True
+    return any(
+        communicates(equation.primitive, equation.params)
+        for jaxpr in jaxprs_in(params)
+        for equation in bare_jaxpr(jaxpr).eqns
+    )
+
+
+def without_axis_effects(effects: Iterable[Any]) -> frozenset:
+    """Effects without those that only say that an equation names an axis of a mesh, as collectives do."""
+    return frozenset(effect for effect in effects if not isinstance(effect, _core.NamedAxisEffect))
+
+
 def is_reference(aval: Any) -> bool:
     """Whether a value is a mutable reference (`jax.new_ref`)."""
     return isinstance(aval, AbstractRef)
@@ -164,11 +192,31 @@ def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def equation_context(source_info: Any, context: Any) -> Iterator[None]:
-    """The source line, the name stack and the configuration that an equation was traced under."""
-    name_stack = source_info_util.current_name_stack() + source_info.name_stack
+def equation_context(source_info: Any, context: Any, scope: str | None = None) -> Iterator[None]:
+    """The source line, the name stack and the configuration that an equation was traced under.
+
+    Args:
+        source_info: of the equation.
+        context: of the equation.
+        scope: one more name, in front of the equation's own.
+    """
+    outer = source_info_util.current_name_stack()
+    name_stack = (outer if scope is None else outer.extend(scope)) + source_info.name_stack
     with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager:
         yield
+
+
+_RECOMPUTED = re.compile(r"\brecomputed((?:_\d+)+)\b")
+
+
+def recomputed_scope(path: str) -> str:
+    """The name scope of what is computed again: "recomputed_12_7" for the path "_12_7"."""
+    return f"recomputed{path}"
+
+
+def recomputed_in(names: str) -> list[tuple[int, ...]]:
+    """The paths of all such scopes in the names that a compiled program has for its operations."""
+    return [tuple(map(int, path.split("_")[1:])) for path in _RECOMPUTED.findall(names)]
 
 
 def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
@@ -250,6 +298,12 @@ def open_jaxpr(closed: Any) -> Any:
 def outside_of_any_trace() -> bool:
     """Whether no jit, grad, vmap or scan is being traced on this thread."""
     return _core.trace_state_clean()
+
+
+def mesh_in_use() -> bool:
+    """Whether `jax.set_mesh` has set a mesh of more than one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
 
 
 class JitDescription(NamedTuple):

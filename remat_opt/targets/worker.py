@@ -50,6 +50,14 @@ def compiled_numbers(compiled: Any) -> dict[str, Any]:
     }
 
 
+def text_of_several_devices(compiled: Any) -> str | None:
+    """XLA's text of a compiled program that is divided among devices; None for any other."""
+    import jax
+
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return compiled.as_text() if any(one.num_devices > 1 for one in shardings) else None
+
+
 def compiler_version(platform: str) -> str:
     """The installed distribution that holds the compiler, and its version, as "libtpu 0.0.51"."""
     for name in _DISTRIBUTIONS.get(platform, ()):

@@ -54,7 +54,10 @@ class Layout:
 
 
 def is_repeatable(equation: Equation) -> bool:
-    """Whether an equation may run again, or later: it has no effect and gives the same each time."""
+    """Whether an equation may run again, or later: it has no effect, gives the same each time, and is between no
+    devices."""
+    if compat.communicates(equation.primitive, equation.params):
+        return False
     return not equation.effects and not compat.is_stateful(equation.primitive, equation.params)
 
 
