@@ -78,7 +78,7 @@ def without_repeats(
         except InfeasibleBudget:
             break
     if not found:
-        return first
+        return _told_of_explicit(first)
     arrays, best = min(found, key=lambda one: one[0])
     of_plain = plain and plain.collectives
     plan = dataclasses.replace(best.plan, plain_measured=plain)
@@ -114,3 +114,13 @@ def _pinned(prepared: Prepared, pinned: frozenset[Path]) -> Prepared:
     program = dataclasses.replace(prepared.captured.program, pinned=pinned)
     again = prepare(dataclasses.replace(prepared.captured, program=program), prepared.target)
     return dataclasses.replace(again, seconds=prepared.seconds)
+
+
+def _told_of_explicit(decision: Decision) -> Decision:
+    """Where nothing is gained, and explicit collectives are why, the note says what allows it."""
+    program, nothing = decision.prepared.captured.program, decision.plan.note.startswith("nothing to gain")
+    if not nothing or not any(compat.communicates(e.primitive, e.params) for e in program.equations):
+        return decision
+    said = "explicit collectives are not repeated, repeat_collectives=True allows it"
+    note = "; ".join(filter(None, (decision.plan.note, said)))
+    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))
