@@ -8,7 +8,8 @@ first, the values for which it sends them are saved and the step is planned agai
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -17,7 +18,7 @@ from remat_opt.budget import InfeasibleBudget
 from remat_opt.planning import Decision, Measure
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
-from remat_opt.program.inline import Program
+from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.targets.communication import Path
 
@@ -46,7 +47,7 @@ def _devices(sharding: Any) -> int:
 
 
 def without_repeats(
-    decision: Decision, prepared: Prepared, decide_again: Callable[[Prepared], Decision], measure: Measure
+    decision: Decision, prepared: Prepared, decide_again: Callable[[Prepared, Measure], Decision], measure: Measure
 ) -> Decision:
     """The decision whose compiled step sends no more arrays than the step as it was given, where one is found.
 
@@ -68,13 +69,12 @@ def without_repeats(
             break
         plain = plain or _plain(measure, prepared, decision)
         found.append((sent.arrays, decision))
-        # Values that a rewritten loop has of its own are none of the step that is planned again.
-        known = {path for path in sent.recomputed if path[0] < len(prepared.captured.program.avals)}
-        if plain is None or plain.collectives is None or known <= pinned or sent.arrays <= plain.collectives.arrays:
+        more = _with_their_like(sent.recomputed, prepared.captured.program)
+        if plain is None or plain.collectives is None or more <= pinned or sent.arrays <= plain.collectives.arrays:
             break
-        pinned |= known
+        pinned |= more
         try:
-            decision = decide_again(_pinned(prepared, pinned))
+            decision = decide_again(_pinned(prepared, pinned), _remembering(measure, plain))
         except InfeasibleBudget:
             break
     if not found:
@@ -107,6 +107,30 @@ def _plain(measure: Measure, prepared: Prepared, decision: Decision) -> Figures 
         return measure(prepared, None)
     except CompilationOutOfMemory:
         return None
+
+
+def _remembering(measure: Measure, plain: Figures) -> Measure:
+    """The compiler, not asked again for the step as it was given."""
+    return lambda prepared, solution: plain if solution is None else measure(prepared, solution)
+
+
+def _with_their_like(paths: Iterable[Path], program: Program) -> frozenset[Path]:
+    """Values with those that the same line makes in other layers: a search that may not compute the one again would
+    take the other. Values that a rewritten loop has of its own are left out, they are none of the step's."""
+    makers = {value: equation for equation in program.equations for value in equation.outputs}
+    asked = {_likeness(makers[path[0]], program) for path in paths if len(path) == 1 and path[0] in makers}
+    alike = {(v,) for e in program.equations if _likeness(e, program) in asked for v in e.outputs}
+    return frozenset(alike | {path for path in paths if len(path) > 1 and path[0] in makers})
+
+
+def _likeness(equation: Equation, program: Program) -> Any:
+    """What equations of one line have in common, in a loop of Python's over layers, too."""
+    shapes = tuple(program.avals[value].shape for value in (*equation.outputs, *_values(equation)))
+    return equation.primitive, shapes, re.sub(r"\d+", "", compat.place_of(equation.source_info))
+
+
+def _values(equation: Equation) -> list[int]:
+    return [x for x in equation.inputs if not isinstance(x, Constant)]
 
 
 def _pinned(prepared: Prepared, pinned: frozenset[Path]) -> Prepared:

@@ -238,7 +238,7 @@ class OptimizedFunction:
             decision = decide(prepared, settings, measure)
             if measure is None or program.marks is None or settings.repeat_collectives or settings.plan is not None:
                 return decision
-            return without_repeats(decision, prepared, lambda pinned: decide(pinned, settings, measure), measure)
+            return without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise
@@ -265,10 +265,12 @@ class OptimizedFunction:
         donated = [index for index, given in enumerate(captured.donated) if given]
         plain = compat.function_of_jaxpr(captured.traced)
         fun = plain if solution is None else functools.partial(_flat_call, prepared, solution)
+        inputs, outputs = compat.flat_shardings(captured.traced)
         return measure_flat(
             fun,
-            captured.input_avals,
+            [compat.abstract(a, s) for a, s in zip(captured.input_avals, inputs, strict=True)],
             donated=donated,
+            out_shardings=outputs,
             target=prepared.target,
             compiler_options=compiler_options_for(prepared.target.platform, self._options.get("compiler_options")),
         )

@@ -219,6 +219,11 @@ def recomputed_in(names: str) -> list[tuple[int, ...]]:
     return [tuple(map(int, path.split("_")[1:])) for path in _RECOMPUTED.findall(names)]
 
 
+def place_of(source_info: Any) -> str:
+    """Where an equation comes from: its name stack, and the line of the user's program."""
+    return f"{source_info.name_stack} {source_info_util.summarize(source_info)}"
+
+
 def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
     """The source info of an equation inside a call that was inlined: the call's name stack, then its own."""
     stack = outer.name_stack if name is None else outer.name_stack.extend(name)
@@ -230,11 +235,17 @@ def is_inexact(aval: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact)
 
 
-def abstract(aval: Any) -> Any:
-    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept."""
+def abstract(aval: Any, sharding: Any = None) -> Any:
+    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept.
+
+    Args:
+        aval: the value's type.
+        sharding: another one than its own.
+    """
     kept = {"weak_type": aval.weak_type} if getattr(aval, "weak_type", False) else {}
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and not sharding.mesh.empty:
+    own = getattr(aval, "sharding", None)
+    sharding = own if sharding is None and own is not None and not own.mesh.empty else sharding
+    if sharding is not None:
         kept["sharding"] = sharding
     if varying := getattr(aval, "vma", None):
         kept["vma"] = varying
@@ -298,6 +309,21 @@ def open_jaxpr(closed: Any) -> Any:
 def outside_of_any_trace() -> bool:
     """Whether no jit, grad, vmap or scan is being traced on this thread."""
     return _core.trace_state_clean()
+
+
+def flat_shardings(traced: Any) -> tuple[list[Any], list[Any]]:
+    """Shardings of a traced function's flat arguments and results: those of its jit, else of the arguments; None where
+    it was left to the compiler, and for what is on one device."""
+
+    def known(sharding: Any) -> Any:
+        left = sharding is None or is_unspecified(sharding) or sharding.num_devices == 1
+        return None if left else sharding
+
+    given = [known(one) for one in traced._params["in_shardings"]]
+    own = [known(argument.sharding) for argument in traced._meta_tys_flat]
+    own = [None] * (len(given) - len(own)) + own  # what a function closes over leads its inputs
+    inputs = [own[at] if one is None else one for at, one in enumerate(given)]
+    return inputs, [known(one) for one in traced._params["out_shardings"]]
 
 
 def mesh_in_use() -> bool:
