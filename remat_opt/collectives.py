@@ -18,7 +18,7 @@ from remat_opt.budget import InfeasibleBudget
 from remat_opt.planning import Decision, Measure
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Constant, Equation, Program, communicates
 from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.targets.communication import Path
 
@@ -36,7 +36,13 @@ def is_divided(program: Program, arguments: Any, jit_options: Any) -> bool:
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     shardings += jax.tree.leaves(jit_options)
     shardings += [value for equation in program.equations for value in equation.params.values()]
-    return compat.mesh_in_use() or any(_devices(one) > 1 for one in shardings)
+    return _mesh_in_use() or any(_devices(one) > 1 for one in shardings)
+
+
+def _mesh_in_use() -> bool:
+    """Whether `jax.set_mesh` has set a mesh of more than one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
 
 
 def _devices(sharding: Any) -> int:
@@ -143,7 +149,7 @@ def _pinned(prepared: Prepared, pinned: frozenset[Path]) -> Prepared:
 def _told_of_explicit(decision: Decision) -> Decision:
     """Where nothing is gained, and explicit collectives are why, the note says what allows it."""
     program, nothing = decision.prepared.captured.program, decision.plan.note.startswith("nothing to gain")
-    if not nothing or not any(compat.communicates(e.primitive, e.params) for e in program.equations):
+    if not nothing or not any(communicates(e.primitive, e.params) for e in program.equations):
         return decision
     said = "explicit collectives are not repeated, repeat_collectives=True allows it"
     note = "; ".join(filter(None, (decision.plan.note, said)))

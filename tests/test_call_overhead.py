@@ -1,6 +1,7 @@
 """Nothing of ours runs once a signature is compiled: a call costs what a call of a jitted step costs."""
 
 import pytest
+
 from benchmarks import call_overhead
 
 MOST_SECONDS = 50e-6

@@ -100,7 +100,7 @@ HloModule jit_step, is_scheduled=true, num_partitions=8
 }
 
 ENTRY %main (p: f32[4]) -> f32[4] {
-  %both = (f32[4]{0:T(8)(2,1)}, f32[2,2]{1,0}) all-reduce(%a, %b), to_apply=%add, metadata={op_name="(f/recomputed_3/x:g/sin)"}
+  %both = (f32[4]{0:T(8)(2,1)}, f32[2,2]{1,0}) all-reduce(%a, %b), metadata={op_name="(f/recomputed_3:g)"}
   %loop = (s32[], f32[4]) while(%t), condition=%cond, body=%body.2, backend_config={"known_trip_count":{"n":"5"}}
   %unknown = (s32[], f32[4]) while(%t), condition=%cond, body=%inner.3
   %chosen = f32[4] conditional(%i, %x, %x), branch_computations={%one, %two}

@@ -70,9 +70,9 @@ def test_shardings_may_be_those_of_the_jit() -> None:
 
 
 def test_the_mesh_has_to_have_as_many_devices_as_the_topology() -> None:
-    with pytest.raises(ProgramNotPortable, match="over the 16 devices of v5e:4x4, got argument 0 .* 8 devices"):
+    with pytest.raises(ProgramNotPortable, match=r"over the 16 devices of v5e:4x4, got argument 0 .* 8 devices"):
         remat_opt.measure(step, *arguments_on(mesh_of(4, 2)), target="v5e:4x4")
-    with pytest.raises(ProgramNotPortable, match="over the 1 devices of v5e, got argument 0 .* 16 devices.*v5e:4x4"):
+    with pytest.raises(ProgramNotPortable, match=r"over the 1 devices of v5e, got argument 0 .* 16 devices.*v5e:4x4"):
         remat_opt.measure(step, *arguments_on(mesh_of(4, 4)), target="v5e")
 
 

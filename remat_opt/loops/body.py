@@ -165,9 +165,7 @@ def stateful_results(loop: Loop) -> frozenset[int]:
     )
 
 
-def evaluate(
-    program: Program, equations: Iterable[int], environment: dict[int, Any], *, again: bool = False
-) -> None:
+def evaluate(program: Program, equations: Iterable[int], environment: dict[int, Any], *, again: bool = False) -> None:
     """Evaluate some equations of a program on values or tracers; what is in the environment already stays.
 
     Args:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax import lax
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
@@ -107,17 +108,6 @@ COLLECTIVES = frozenset(
     for name, primitive in vars(_parallel).items()
     if isinstance(primitive, extend_core.Primitive) and name not in _SENDS_NOTHING
 )
-
-
-def communicates(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation is an explicit collective, or has one in it."""
-    if primitive in COLLECTIVES:
-        return True
-    return any(
-        communicates(equation.primitive, equation.params)
-        for jaxpr in jaxprs_in(params)
-        for equation in bare_jaxpr(jaxpr).eqns
-    )
 
 
 def without_axis_effects(effects: Iterable[Any]) -> frozenset:
@@ -326,10 +316,10 @@ def flat_shardings(traced: Any) -> tuple[list[Any], list[Any]]:
     return inputs, [known(one) for one in traced._params["out_shardings"]]
 
 
-def mesh_in_use() -> bool:
-    """Whether `jax.set_mesh` has set a mesh of more than one device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1
+def distributed_client() -> Any | None:
+    """The service through which the processes of a job tell each other texts; None where there is one process, or
+    `jax.distributed.initialize` was not called."""
+    return _distributed.global_state.client
 
 
 class JitDescription(NamedTuple):

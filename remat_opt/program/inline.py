@@ -88,12 +88,23 @@ def scope_of(program: Program, equation: Equation) -> str | None:
     return compat.recomputed_scope(f"{program.marks}_{equation.outputs[0]}")
 
 
+def communicates(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation is an explicit collective, or has one in it."""
+    if primitive in compat.COLLECTIVES:
+        return True
+    return any(
+        communicates(equation.primitive, equation.params)
+        for jaxpr in compat.jaxprs_in(params)
+        for equation in compat.bare_jaxpr(jaxpr).eqns
+    )
+
+
 def may_run_again(program: Program, equation: Equation) -> bool:
     """Whether a second run of one of a program's equations is allowed."""
     effects = equation.effects
     if program.repeats_collectives:
         effects = compat.without_axis_effects(effects)
-    elif compat.communicates(equation.primitive, equation.params):
+    elif communicates(equation.primitive, equation.params):
         return False
     if effects or compat.is_stateful(equation.primitive, equation.params):
         return False

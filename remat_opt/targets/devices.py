@@ -192,7 +192,7 @@ def resolve_target(target: str | Target | None) -> Target:
             TARGETS[name], name=target, description=of, device_kinds=(), compiler_config=target, devices=devices
         )
     raise ValueError(
-        f"unknown target {target!r}; expected one of {', '.join(TARGETS)}, a TPU with its topology (\"v5e:4x4\"), "
+        f'unknown target {target!r}; expected one of {", ".join(TARGETS)}, a TPU with its topology ("v5e:4x4"), '
         "a remat_opt.targets.Target, or None for the attached backend"
     )
 

@@ -87,8 +87,8 @@ def export_flat(
         serialised = exported.serialize()
     except (ValueError, NotImplementedError) as error:
         raise ProgramNotPortable(
-            f"expected a program that jax.export can carry to the compiler for {target.platform}, got: {error}. Take host "
-            "callbacks out of the step for the measurement, or measure where the device is attached (target=None)"
+            f"expected a program that jax.export can carry to the compiler for {target.platform}, got: {error}. Take "
+            "host callbacks out of the step for the measurement, or measure where the device is attached (target=None)"
         ) from error
     axes = () if mesh is None else tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     return PortableProgram(serialised, tuple(donated), keep_unused, note, axes)
