@@ -5,9 +5,11 @@ import functools
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from remat_opt.targets.communication import Collectives, read_collectives
@@ -113,3 +115,21 @@ def test_collectives_are_counted_one_by_one_and_as_often_as_loops_run() -> None:
     # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch.
     assert read_collectives(COMPILED) == Collectives(2 + 5 + 11 + 1, ((3,), (12, 7)))
     assert read_collectives("") == Collectives(0)
+
+
+def test_the_readme_shows_the_sharded_step_as_it_runs() -> None:
+    """Its code is that of the command beside it, and its memory and collectives are what that prints."""
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("<!-- sharded -->")[2].partition("<!-- end sharded -->")[0]
+    code, figures = shown.split("```python\n")[1].split("\n```\n")[0], shown.split("```text\n")[1]
+    source = (CHECKOUT / "benchmarks" / "sharded_step.py").read_text(encoding="utf-8")
+    assert textwrap.indent(code, "    ") in source
+    assert len(code.splitlines()) < 20
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.sharded_step"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=True).stdout
+    row = next(line for line in printed.splitlines() if line.startswith("temporary memory"))
+    assert "−" in row, "expected less memory"
+    if jax.__version__ in figures:  # other versions have other figures
+        assert row in figures
+        assert next(line for line in printed.splitlines() if line.startswith("arrays sent")) in figures
+    assert printed.splitlines()[-1] in figures
