@@ -84,7 +84,7 @@ def without_repeats(
         except InfeasibleBudget:
             break
     if not found:
-        return _told_of_explicit(first)
+        return first
     arrays, best = min(found, key=lambda one: one[0])
     of_plain = plain and plain.collectives
     plan = dataclasses.replace(best.plan, plain_measured=plain)
@@ -146,7 +146,7 @@ def _pinned(prepared: Prepared, pinned: frozenset[Path]) -> Prepared:
     return dataclasses.replace(again, seconds=prepared.seconds)
 
 
-def _told_of_explicit(decision: Decision) -> Decision:
+def told_of_explicit(decision: Decision) -> Decision:
     """Where nothing is gained, and explicit collectives are why, the note says what allows it."""
     program, nothing = decision.prepared.captured.program, decision.plan.note.startswith("nothing to gain")
     if not nothing or not any(communicates(e.primitive, e.params) for e in program.equations):

@@ -27,7 +27,7 @@ from typing import Any
 import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
-from remat_opt.collectives import is_divided, without_repeats
+from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.plan import Plan
 from remat_opt.planning import Decision, decide, run_as_given, runs_as_given
 from remat_opt.prepared import Prepared, prepare
@@ -236,9 +236,11 @@ class OptimizedFunction:
         measure = functools.partial(self._measure, args, kwargs) if outside and settings.verify else None
         try:
             decision = decide(prepared, settings, measure)
-            if measure is None or program.marks is None or settings.repeat_collectives or settings.plan is not None:
+            if settings.repeat_collectives or settings.plan is not None:
                 return decision
-            return without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
+            if measure is not None and program.marks is not None:
+                decision = without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
+            return told_of_explicit(decision)
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise

@@ -46,7 +46,7 @@ def main(port: str, number: int) -> None:
     params = jax.jit(new_params, out_shardings=whole)()
     x = jax.jit(lambda: jax.random.normal(jax.random.key(9), (BATCH, WIDTH)), out_shardings=split)()
     plain, optimized = jax.jit(step, **options), remat_opt.optimize(step, **options)
-    losses = []
+    losses, value = [], None
     for function in (plain, optimized):
         state = params
         for _ in range(2):

@@ -62,17 +62,16 @@ def test_no_explicit_collective_is_repeated(name: str) -> None:
     found = result(name)
     plain, ours = found["explicit collectives"]
     assert ours == plain > 0
-    assert found["ours"] <= found["plain"]
+    assert found["ours"] < 0.9 * found["plain"]
     assert found["difference"] < 1e-5
     assert found["same shardings"]
 
 
 def test_explicit_collectives_are_repeated_where_that_is_allowed() -> None:
-    assert "repeat_collectives=True" in result("explicit")["note"]
     found = result("explicit, repeated")
     plain, ours = found["explicit collectives"]
     assert ours > plain
-    assert found["ours"] < 0.5 * found["plain"]
+    assert found["ours"] < 0.7 * result("explicit")["ours"]
     assert found["difference"] < 1e-5
 
 

@@ -286,9 +286,12 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def without_dead_code(closed: Any) -> Any:
     """A closed jaxpr without what its results do not need, inside loops and calls too; its inputs stay."""
-    jaxpr = bare_jaxpr(closed)
-    alive, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return ClosedJaxpr(alive, constants_of(closed))
+    return ClosedJaxpr(with_results(closed, [True] * len(bare_jaxpr(closed).outvars)), constants_of(closed))
+
+
+def with_results(jaxpr: Any, wanted: Sequence[bool]) -> Any:
+    """A jaxpr as an open one with some of its results, without what these do not need; its inputs stay."""
+    return _partial_eval.dce_jaxpr(bare_jaxpr(jaxpr), list(wanted), instantiate=True)[0]
 
 
 def open_jaxpr(closed: Any) -> Any:

@@ -72,7 +72,9 @@ def export_flat(
         )
     mesh = _mesh_of([getattr(aval, "sharding", None) for aval in avals], target)
     program, arguments = _with_key_data(fun, avals, divided=mesh is not None)
-    divided = {"out_shardings": list(out_shardings)} if mesh is not None and out_shardings is not None else {}
+    divided: dict[str, Any] = (
+        {"out_shardings": list(out_shardings)} if mesh is not None and out_shardings is not None else {}
+    )
     jitted = jax.jit(program, keep_unused=keep_unused, **divided)
     closed = jitted.trace(*arguments).jaxpr
     note = ""
@@ -97,16 +99,17 @@ def export_flat(
 def _mesh_of(shardings: Sequence[Any], target: Target) -> Any | None:
     """The mesh that arguments are divided over; None where all of them are of one device."""
     for position, sharding in enumerate(shardings):
-        devices = 1 if sharding is None else sharding.num_devices
-        if devices > 1 and (devices != target.devices or not isinstance(sharding, jax.sharding.NamedSharding)):
+        if sharding is None or sharding.num_devices == 1:
+            continue
+        devices = sharding.num_devices
+        if devices != target.devices or not isinstance(sharding, jax.sharding.NamedSharding):
             topology = f'"{target.name.partition(":")[0]}:4x4" for 4 × 4 chips' if target.platform == "tpu" else "None"
             raise ProgramNotPortable(
                 f"expected arguments with NamedShardings over the {target.devices} devices of {target.name}, got "
                 f"argument {position} with {sharding}, {devices} devices; pass a mesh (an AbstractMesh will do) of "
                 f"{target.devices}, or name another target ({topology})"
             )
-        if devices > 1:
-            return sharding.mesh
+        return sharding.mesh
     return None
 
 
