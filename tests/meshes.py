@@ -86,6 +86,19 @@ def explicit(layer: Callable[[jax.Array, Any], jax.Array], looped: bool) -> Call
     return step
 
 
+def typed_step(state: Any, x: jax.Array) -> Any:
+    """The same step for a mesh of explicit axes, which are in the types of all arrays."""
+
+    def typed_loss(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params:
+            hidden = jnp.tanh(jnp.sin(x @ layer["up"]))
+            x = x + jnp.dot(hidden, layer["down"], out_sharding=P("data", None))
+        return (x**2).mean()
+
+    value, gradients = jax.value_and_grad(typed_loss)(state[0], x)
+    return updated(state, gradients), value
+
+
 def looped_loss(params: Any, x: jax.Array) -> jax.Array:
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *params)
 
@@ -134,12 +147,24 @@ def compiled_collectives(text: str) -> int:
     return sum(found.count("%") for found in re.findall(r" all-reduce\(([^)]*)\)", text))
 
 
-def compare(name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec, **ours: Any) -> None:
-    """Run a step plain and optimised, donated, and print what is the same and what is less."""
+def compare(
+    name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec, *, by_spec: bool = False, **ours: Any
+) -> None:
+    """Run a step plain and optimised, donated, and print what is the same and what is less.
+
+    Args:
+        name: of the step.
+        mesh: of the devices.
+        fun: the step.
+        specs: of the state.
+        batch: of the batch.
+        by_spec: whether its jit is told partitions alone, of a mesh that is set.
+        **ours: options of `optimize`.
+    """
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, batch))
-    options = {
-        "in_shardings": shardings,
-        "out_shardings": (shardings[0], NamedSharding(mesh, P())),
+    options: dict[str, Any] = {
+        "in_shardings": (specs, batch) if by_spec else shardings,
+        "out_shardings": (specs, P()) if by_spec else (shardings[0], NamedSharding(mesh, P())),
         "donate_argnums": 0,
     }
     functions = jax.jit(fun, **options), remat_opt.optimize(fun, **options, **ours)
@@ -183,6 +208,12 @@ def run(name: str) -> None:
         batch = {"data": P(("data", "model")), "data and model": P("data")}.get(kind, P())
         fun = looped_step if kind.endswith("loop") else step
         return compare(name, mesh, fun, specs_of(state, kind != "data"), batch, **ours)
+    if kind in ("set_mesh", "set_mesh, explicit axes"):
+        axes = AxisType.Auto if kind == "set_mesh" else AxisType.Explicit
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)
+        with jax.set_mesh(mesh):
+            fun = step if kind == "set_mesh" else typed_step
+            return compare(name, mesh, fun, specs_of(state, True), P("data", None), by_spec=True)
     line = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     if kind == "shard_map":
         mapped = jax.shard_map(of_one_device, mesh=line, in_specs=(P(), P("data")), out_specs=(P(), P()))

@@ -36,6 +36,8 @@ def result(name: str) -> dict[str, Any]:
         pytest.param("data and model", marks=pytest.mark.short),
         pytest.param("shard_map", marks=pytest.mark.short),
         "model, in a loop",
+        "set_mesh",
+        "set_mesh, explicit axes",
     ],
 )
 def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: str) -> None:
