@@ -103,11 +103,9 @@ def is_stateful(primitive: Any, params: dict[str, Any]) -> bool:
 # What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has
 # none), and a `shard_map` around them has none either. Those left out tell an index or change a type, and send nothing.
 _SENDS_NOTHING = ("axis_index_p", "preduced_p", "vary_unreduced_cast_p")
-COLLECTIVES = frozenset(
-    primitive
-    for name, primitive in vars(_parallel).items()
-    if isinstance(primitive, extend_core.Primitive) and name not in _SENDS_NOTHING
-)
+COLLECTIVES = frozenset(one for one in vars(_parallel).values() if isinstance(one, extend_core.Primitive)) - {
+    getattr(_parallel, name, None) for name in _SENDS_NOTHING
+}
 
 
 def without_axis_effects(effects: Iterable[Any]) -> frozenset:
