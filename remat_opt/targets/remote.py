@@ -210,6 +210,8 @@ def _error(reply: Mapping[str, str], target: Target) -> Exception:
         return compiler_error(words, target.name, target.platform)
     extra = _NEEDED_MODULES.get(target.platform, ("", (), ""))[0]
     hint = f'; write: pip install "remat_opt[{extra}]" with the version of your jax' if extra else ""
+    if target.devices > 1:
+        hint = f"; or write a topology that there is, as {target.name.partition(':')[0]}:4x4" + hint
     return TargetUnavailable(f"expected the compiler for {target.name} to start, got {shortened(words)}{hint}")
 
 
