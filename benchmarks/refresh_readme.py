@@ -1,4 +1,5 @@
-"""Put the figures into README.md: those of the demo, which runs for a minute or two, and those of the kept results.
+"""Put the figures into README.md: those of the demo, which runs for a minute or two, of the sharded step, and those of
+the kept results.
 
     python -m benchmarks.refresh_readme
     python -m benchmarks.refresh_readme --results    # the table of `benchmarks/results/` alone; nothing runs
@@ -17,6 +18,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -65,6 +67,20 @@ def headline(figures: dict[str, Any]) -> str:
 def _fall(plain: dict[str, Any], optimised: dict[str, Any], name: str) -> str:
     before, after = plain[name], optimised[name]
     return f"{format_bytes(before)} → {format_bytes(after)} ({format_change(after, before)})"
+
+
+def sharded_step() -> str:
+    """The step on eight devices of `sharded_step.py`: its code, the command, and what that prints."""
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.sharded_step"]
+    ran = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8", check=True)
+    return "\n".join(["```python", sharded_code(), "```", "", fenced(ran.stdout)])
+
+
+def sharded_code() -> str:
+    """What `sharded_step.py` does, without its import of JAX, which has to come after the number of devices is said."""
+    source = (ROOT / "benchmarks" / "sharded_step.py").read_text(encoding="utf-8")
+    body = source.partition('    """What the README shows."""\n')[2].partition("\n\nif __name__")[0]
+    return textwrap.dedent(body).strip("\n")
 
 
 def results_table() -> str:
@@ -162,13 +178,14 @@ def main() -> None:
     parser.add_argument("--results", action="store_true", help="the kept results only, without running the demo")
     only_results = parser.parse_args().results
     document = README.read_text(encoding="utf-8")
-    for name in ("headline", "demo", "explain", "results", "loops"):
+    for name in ("headline", "demo", "explain", "results", "loops", "sharded"):
         replace_region(document, name, "")  # a comment that is missing is told before the demo runs
     document = replace_region(document, "results", results_table())
     document = replace_region(document, "loops", loops_table())
     if not only_results:
         shown, figures = run_demo()
         tables, _, explanation = shown.partition("\nPlan for target")
+        document = replace_region(document, "sharded", sharded_step())
         document = replace_region(document, "headline", headline(figures))
         document = replace_region(document, "demo", fenced(tables))
         document = replace_region(document, "explain", fenced("Plan for target" + explanation))

@@ -30,6 +30,7 @@ def optimize(
     verify: bool = True,
     keep_user_checkpoints: bool = False,
     on_error: str = "raise",
+    repeat_collectives: bool = False,
     **jit_options: Any,
 ) -> Any:
     """Give a training step back with a fraction of its memory and the same results.
@@ -53,6 +54,10 @@ def optimize(
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
             entered, and the search is free to choose better.
         on_error: "raise", or "plain" to run the step as given, with a warning, where planning fails.
+        repeat_collectives: let devices communicate again for what is computed again: the explicit collectives of a
+            `shard_map`, and those that the compiler adds to steps that it divides by their shardings. By default the
+            results of the former are saved; the latter are counted in the compiled step, plain and optimised
+            (`verify=False` does not), and where they have risen the results that they are for are saved.
         **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name.
 
     Returns:
@@ -72,6 +77,7 @@ def optimize(
         verify=verify,
         keep_user_checkpoints=keep_user_checkpoints,
         on_error=on_error,
+        repeat_collectives=repeat_collectives,
     )
     if fun is _NOT_GIVEN:
         return functools.partial(
@@ -83,6 +89,7 @@ def optimize(
             verify=verify,
             keep_user_checkpoints=keep_user_checkpoints,
             on_error=on_error,
+            repeat_collectives=repeat_collectives,
             **jit_options,
         )
     if isinstance(fun, OptimizedFunction):

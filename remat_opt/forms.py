@@ -16,8 +16,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, WORTH_A_SECOND, LoopChoices, ways_to_write
+from remat_opt.pods import solve
 from remat_opt.prepared import Prepared
-from remat_opt.search import SOLVERS, Solution, search_of
+from remat_opt.search import Solution, search_of
 from remat_opt.search.auto import pareto_front
 from remat_opt.search.watching import part
 
@@ -198,15 +199,14 @@ class Forms:
         problem = form.problem
         if limit is not None and self.solver == "auto" and search_of(problem).least_at_any_cost.peak > limit:
             return Found(form, search_of(problem).least_at_any_cost)
-        return Found(form, SOLVERS[self.solver](problem, limit))
+        return Found(form, solve(self.solver, problem, limit))
 
     def frontier_of(self, form: Prepared, budgets: int) -> Sequence[Solution]:
         """The schedules that the search knows of one form."""
         problem = form.problem
         if self.solver == "auto":
             return search_of(problem).frontier
-        solve, plain = SOLVERS[self.solver], problem.plain
-        least = solve(problem, None)
+        plain, least = problem.plain, solve(self.solver, problem, None)
         steps = range(1, budgets + 1) if least.peak < plain.peak else ()
         between = (least.peak + (plain.peak - least.peak) * step // (budgets + 1) for step in steps)
-        return pareto_front([least, plain, *(solve(problem, budget) for budget in between)])
+        return pareto_front([least, plain, *(solve(self.solver, problem, budget) for budget in between)])

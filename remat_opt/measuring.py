@@ -74,6 +74,8 @@ class Measurement:
         lines = [f"{'':32}" + "".join(f"{name:>15}" for name in columns)]
         for label, read, show in _ROWS:
             found = [None if figures is None else read(figures) for figures in columns.values()]
+            if label == _SENT and not any(found):
+                continue
             cells = "".join(f"{'–' if value is None else show(value):>15}" for value in found)
             known = [value for value in found if value is not None]
             change = format_change(known[1], known[0]) if len(known) == 2 and label in _COMPARED else ""
@@ -94,6 +96,7 @@ class Measurement:
         return [line for note in notes for line in ("", *textwrap.wrap(note, _WIDTH))]
 
 
+_SENT = "arrays sent between devices"
 _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
     ("temporary memory", lambda figures: figures.temp_bytes, format_bytes),
     ("arguments", lambda figures: figures.argument_bytes, format_bytes),
@@ -101,6 +104,7 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
     ("aliased (donated)", lambda figures: figures.alias_bytes, format_bytes),
     ("physical peak", lambda figures: figures.physical_peak_bytes, format_bytes),
     ("FLOPs, as the compiler counts", lambda figures: figures.flops, format_flops),
+    (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
     ("compiling", lambda figures: figures.compile_seconds, format_seconds),
 )
 _COMPARED = frozenset({"temporary memory", "physical peak", "FLOPs, as the compiler counts"})
@@ -163,9 +167,12 @@ def _compile_elsewhere(
 ) -> Figures:
     traced = jitted.trace(*args, **kwargs)
     given = options.get("compiler_options") or {}
+    inputs, outputs = compat.flat_shardings(traced)
+    variables = compat.input_variables(traced.jaxpr)
     return measure_flat(
         compat.function_of_jaxpr(traced),
-        [variable.aval for variable in compat.input_variables(traced.jaxpr)],
+        [compat.abstract(variable.aval, one) for variable, one in zip(variables, inputs, strict=True)],
+        out_shardings=outputs,
         donated=[index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
         target=target,
         compiler_options=compiler_options_for(target.platform, given) if rewritten else given,

@@ -14,6 +14,7 @@ again at their next call.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import inspect
 import threading
@@ -26,6 +27,7 @@ from typing import Any
 import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
+from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.plan import Plan
 from remat_opt.planning import Decision, decide, run_as_given, runs_as_given
 from remat_opt.prepared import Prepared, prepare
@@ -206,7 +208,7 @@ class OptimizedFunction:
             decisions = self._provisional if provisional else self._decisions
             if key in decisions:
                 return decisions[key]
-            prepared = self._prepare(traced)
+            prepared = self._prepare(traced, args, kwargs)
             prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
             decision = self._decide(prepared, args, kwargs)
             self._tell(decision)
@@ -219,17 +221,26 @@ class OptimizedFunction:
 
     def prepare(self, *args, **kwargs) -> Prepared:
         """Trace and read the step for these arguments, without searching."""
-        return self._prepare(self._plain.trace(*args, **kwargs))
+        return self._prepare(self._plain.trace(*args, **kwargs), args, kwargs)
 
-    def _prepare(self, traced: Any) -> Prepared:
-        captured = capture_traced(traced, keep_checkpoints=self._settings.keep_user_checkpoints)
-        return prepare(captured, resolve_target(self._settings.target))
+    def _prepare(self, traced: Any, args: tuple, kwargs: dict) -> Prepared:
+        settings = self._settings
+        captured = capture_traced(traced, keep_checkpoints=settings.keep_user_checkpoints)
+        marks = "" if is_divided(captured.program, (args, kwargs), self._options) else None
+        program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
+        return prepare(dataclasses.replace(captured, program=program), resolve_target(settings.target))
 
     def _decide(self, prepared: Prepared, args: tuple, kwargs: dict) -> Decision:
+        settings, program = self._settings, prepared.captured.program
         outside = compat.outside_of_any_trace()
-        measure = functools.partial(self._measure, args, kwargs) if outside else None
+        measure = functools.partial(self._measure, args, kwargs) if outside and settings.verify else None
         try:
-            return decide(prepared, self._settings, measure)
+            decision = decide(prepared, settings, measure)
+            if settings.repeat_collectives or settings.plan is not None:
+                return decision
+            if measure is not None and program.marks is not None:
+                decision = without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
+            return told_of_explicit(decision)
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise
@@ -256,10 +267,12 @@ class OptimizedFunction:
         donated = [index for index, given in enumerate(captured.donated) if given]
         plain = compat.function_of_jaxpr(captured.traced)
         fun = plain if solution is None else functools.partial(_flat_call, prepared, solution)
+        inputs, outputs = compat.flat_shardings(captured.traced)
         return measure_flat(
             fun,
-            captured.input_avals,
+            [compat.abstract(a, s) for a, s in zip(captured.input_avals, inputs, strict=True)],
             donated=donated,
+            out_shardings=outputs,
             target=prepared.target,
             compiler_options=compiler_options_for(prepared.target.platform, self._options.get("compiler_options")),
         )

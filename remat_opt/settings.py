@@ -22,6 +22,7 @@ class Settings:
     verify: bool
     keep_user_checkpoints: bool
     on_error: str
+    repeat_collectives: bool = False
 
 
 def check_settings(
@@ -33,6 +34,7 @@ def check_settings(
     verify: bool = False,
     keep_user_checkpoints: bool = False,
     on_error: str = "raise",
+    repeat_collectives: bool = False,
 ) -> Settings:
     """Read and check what a user wrote; see `optimize` for the errors."""
     if solver not in SOLVERS:
@@ -48,4 +50,14 @@ def check_settings(
         )
     if target is not None:
         resolve_target(target)  # an unknown name is an error now, not at the first call
-    return Settings(parse_budget(budget), budget, target, solver, plan, verify, keep_user_checkpoints, on_error)
+    return Settings(
+        parse_budget(budget),
+        budget,
+        target,
+        solver,
+        plan,
+        verify,
+        keep_user_checkpoints,
+        on_error,
+        repeat_collectives,
+    )

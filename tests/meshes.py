@@ -1,10 +1,13 @@
-"""Run in a process of its own, with eight devices on the CPU: prints one line of JSON for each sharded step.
+"""Run in a process of its own, with eight devices on the CPU: prints one line of JSON for each sharded step asked for.
 
-`python -m tests.meshes` from the checkout; `test_meshes.py` reads what it prints.
+`python -m tests.meshes "data and model"` from the checkout; `test_meshes.py` reads what it prints.
 """
 
 import json
 import os
+import re
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
@@ -16,8 +19,9 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_opt
+from remat_opt.targets.communication import read_collectives
 
-LAYERS, WIDTH, BATCH = 8, 32, 2048
+LAYERS, WIDTH, BATCH = 6, 32, 2048
 OPTIMIZER = optax.adam(1e-2)
 P = PartitionSpec
 
@@ -56,6 +60,59 @@ def of_one_device(state: Any, x: jax.Array) -> Any:
     return updated(state, lax.pmean(gradients, "data")), lax.pmean(value, "data")
 
 
+def layer_of_one_device(x: jax.Array, layer: Any) -> jax.Array:
+    """A layer whose hidden axis is divided by hand: its result is a sum over devices, passed round a ring and back."""
+    part = jnp.tanh(jnp.sin(x @ layer["up"])) @ layer["down"]
+    there = lax.ppermute(part, "data", [(i, (i + 1) % 8) for i in range(8)])
+    return x + lax.psum(jnp.sin(there), "data")
+
+
+def explicit(layer: Callable[[jax.Array, Any], jax.Array], looped: bool) -> Callable[[Any, jax.Array], Any]:
+    """A step of mapped layers that is differentiated from outside, its layers one by one or in a loop."""
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        if looped:
+            params = jax.tree.map(lambda *layers: jnp.stack(layers), *params)
+            x = lax.scan(lambda x, one: (layer(jnp.sin(jnp.cos(x)), one), None), x, params)[0]
+        else:
+            for one in params:
+                x = layer(jnp.sin(jnp.cos(x)), one)
+        return (x**2).mean()
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state[0], x)
+        return updated(state, gradients), value
+
+    return step
+
+
+def typed_step(state: Any, x: jax.Array) -> Any:
+    """The same step for a mesh of explicit axes, which are in the types of all arrays."""
+
+    def typed_loss(params: Any, x: jax.Array) -> jax.Array:
+        for layer in params:
+            hidden = jnp.tanh(jnp.sin(x @ layer["up"]))
+            x = x + jnp.dot(hidden, layer["down"], out_sharding=P("data", None))
+        return (x**2).mean()
+
+    value, gradients = jax.value_and_grad(typed_loss)(state[0], x)
+    return updated(state, gradients), value
+
+
+def looped_loss(params: Any, x: jax.Array) -> jax.Array:
+    stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *params)
+
+    def layer(x: jax.Array, one: Any) -> tuple[jax.Array, None]:
+        return x + jnp.tanh(jnp.sin(x @ one["up"])) @ one["down"], None
+
+    return (lax.scan(layer, x, stacked)[0] ** 2).mean()
+
+
+def looped_step(state: Any, x: jax.Array) -> Any:
+    value, gradients = jax.value_and_grad(looped_loss)(state[0], x)
+    return updated(state, gradients), value
+
+
 def specs_of(state: Any, by_model: bool) -> Any:
     """Weights along their hidden axis where `by_model`, else whole on every device."""
 
@@ -67,20 +124,58 @@ def specs_of(state: Any, by_model: bool) -> Any:
     return jax.tree_util.tree_map_with_path(spec, state)
 
 
-def compare(name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec) -> None:
-    """Run a step plain and optimised, donated, and print what is the same and what is less."""
+COLLECTIVES = {"psum", "psum_invariant", "ppermute", "all_gather", "reduce_scatter", "all_to_all"}
+
+
+def jaxprs_within(jaxpr: Any) -> Iterator[Any]:
+    for equation in jaxpr.eqns:
+        for value in equation.params.values():
+            for one in value if isinstance(value, (tuple, list)) else [value]:
+                inner = getattr(one, "jaxpr", one)
+                if hasattr(inner, "eqns"):
+                    yield inner
+
+
+def explicit_collectives(jaxpr: Any) -> int:
+    """How many are written in a jaxpr, each in a loop once."""
+    own = sum(equation.primitive.name in COLLECTIVES for equation in jaxpr.eqns)
+    return own + sum(map(explicit_collectives, jaxprs_within(jaxpr)))
+
+
+def compiled_collectives(text: str) -> int:
+    """How many arrays the all-reduces of a compiled program without loops sum up over devices."""
+    return sum(found.count("%") for found in re.findall(r" all-reduce\(([^)]*)\)", text))
+
+
+def compare(
+    name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec, *, by_spec: bool = False, **ours: Any
+) -> None:
+    """Run a step plain and optimised, donated, and print what is the same and what is less.
+
+    Args:
+        name: of the step.
+        mesh: of the devices.
+        fun: the step.
+        specs: of the state.
+        batch: of the batch.
+        by_spec: whether its jit is told partitions alone, of a mesh that is set.
+        **ours: options of `optimize`.
+    """
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, batch))
-    options = {
-        "in_shardings": shardings,
-        "out_shardings": (shardings[0], NamedSharding(mesh, P())),
+    options: dict[str, Any] = {
+        "in_shardings": (specs, batch) if by_spec else shardings,
+        "out_shardings": (specs, P()) if by_spec else (shardings[0], NamedSharding(mesh, P())),
         "donate_argnums": 0,
     }
-    plain, ours = jax.jit(fun, **options), remat_opt.optimize(fun, **options)
+    functions = jax.jit(fun, **options), remat_opt.optimize(fun, **options, **ours)
     x = jax.device_put(jax.random.normal(jax.random.key(9), (BATCH, WIDTH)), shardings[1])
-    results, temporary, value = [], [], None
-    for function in (plain, ours):
+    results, temporary, explicit, texts, value = [], [], [], [], None
+    for function in functions:
         state = jax.device_put(new_state(), shardings[0])
-        temporary.append(function.lower(state, x).compile().memory_analysis().temp_size_in_bytes)
+        explicit.append(explicit_collectives(function.trace(state, x).jaxpr.jaxpr))
+        compiled = function.lower(state, x).compile()
+        temporary.append(compiled.memory_analysis().temp_size_in_bytes)
+        texts.append(compiled.as_text())
         for _ in range(2):
             state, value = function(state, x)
         results.append(jax.tree.leaves((state, value)))
@@ -92,6 +187,10 @@ def compare(name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec) ->
                 "devices": len({shard.device for shard in results[1][0].addressable_shards}),
                 "plain": temporary[0],
                 "ours": temporary[1],
+                "explicit collectives": explicit,
+                "all-reduces": list(map(compiled_collectives, texts)),
+                "collectives": [read_collectives(text).arrays for text in texts],
+                "note": functions[1].plan(jax.device_put(new_state(), shardings[0]), x).note,
                 "difference": max(float(jnp.abs(one - other).max()) for one, other in pairs),
                 "same shardings": all(one.sharding.is_equivalent_to(other.sharding, one.ndim) for one, other in pairs),
             }
@@ -100,16 +199,31 @@ def compare(name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec) ->
     )
 
 
-def main() -> None:
+def run(name: str) -> None:
+    kind = name.removesuffix(", repeated")
+    ours = {"repeat_collectives": True} if name.endswith("repeated") else {}
     state = jax.eval_shape(new_state)
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    compare("data", mesh, step, specs_of(state, False), P(("data", "model")))
-    compare("model", mesh, step, specs_of(state, True), P())
-    compare("data and model", mesh, step, specs_of(state, True), P("data"))
+    if kind in ("data", "model", "data and model", "model, in a loop"):
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+        batch = {"data": P(("data", "model")), "data and model": P("data")}.get(kind, P())
+        fun = looped_step if kind.endswith("loop") else step
+        return compare(name, mesh, fun, specs_of(state, kind != "data"), batch, **ours)
+    if kind in ("set_mesh", "set_mesh, explicit axes"):
+        axes = AxisType.Auto if kind == "set_mesh" else AxisType.Explicit
+        mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)
+        with jax.set_mesh(mesh):
+            fun = step if kind == "set_mesh" else typed_step
+            return compare(name, mesh, fun, specs_of(state, True), P("data", None), by_spec=True)
     line = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
-    mapped = jax.shard_map(of_one_device, mesh=line, in_specs=(P(), P("data")), out_specs=(P(), P()))
-    compare("shard_map", line, mapped, specs_of(state, False), P("data"))
+    if kind == "shard_map":
+        mapped = jax.shard_map(of_one_device, mesh=line, in_specs=(P(), P("data")), out_specs=(P(), P()))
+        return compare(name, line, mapped, specs_of(state, False), P("data"), **ours)
+    weights = {"up": P(None, "data"), "down": P("data", None)}
+    layer = jax.shard_map(layer_of_one_device, mesh=line, in_specs=(P(), weights), out_specs=P())
+    fun = explicit(layer, looped=kind == "explicit, in a loop")
+    return compare(name, line, fun, specs_of(state, False), P(), **ours)
 
 
 if __name__ == "__main__":
-    main()
+    for asked in sys.argv[1:]:
+        run(asked)

@@ -1,32 +1,136 @@
-"""Steps on a mesh of eight devices: the same values and shardings, in less memory on each device."""
+"""Steps on a mesh of eight devices: the same values and shardings, in less memory on each device, and what is computed
+again does not communicate again."""
 
 import functools
 import json
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+
+from remat_opt.targets.communication import Collectives, read_collectives
 
 CHECKOUT = Path(__file__).parent.parent
 
 
 @functools.cache
-def results() -> dict[str, dict[str, Any]]:
-    """What `meshes.py` prints, by the name of the step. How many devices there are is said before JAX starts."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.meshes"]
+def result(name: str) -> dict[str, Any]:
+    """What `meshes.py` prints of a step. How many devices there are is said before JAX starts."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.meshes", name]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
     assert ran.returncode == 0, ran.stderr[-3000:]
     found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    return {one["name"]: one for one in found}
+    assert [one["name"] for one in found] == [name]
+    return found[0]
 
 
-@pytest.mark.short
-@pytest.mark.parametrize("name", ["data", "model", "data and model", "shard_map"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data",
+        "model",
+        pytest.param("data and model", marks=pytest.mark.short),
+        pytest.param("shard_map", marks=pytest.mark.short),
+        "model, in a loop",
+        "set_mesh",
+        "set_mesh, explicit axes",
+    ],
+)
 def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: str) -> None:
-    found = results()[name]
+    found = result(name)
     assert found["devices"] == 8
     assert found["ours"] < 0.5 * found["plain"]
     assert found["difference"] < 1e-5
     assert found["same shardings"]
+    plain, ours = found["collectives"]
+    assert 0 < ours <= plain
+    if "loop" not in name:  # where they do not depend on how often a loop runs, they are counted here, too
+        assert found["all-reduces"] == [plain, ours]
+
+
+def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed() -> None:
+    saved, repeated = result("model"), result("model, repeated")
+    assert repeated["collectives"][1] > repeated["collectives"][0] == saved["collectives"][0]
+    assert repeated["ours"] < saved["ours"]
+    assert repeated["difference"] < 1e-5
+
+
+@pytest.mark.parametrize("name", ["shard_map", "explicit", "explicit, in a loop"])
+def test_no_explicit_collective_is_repeated(name: str) -> None:
+    found = result(name)
+    plain, ours = found["explicit collectives"]
+    assert ours == plain > 0
+    assert found["ours"] < 0.9 * found["plain"]
+    assert found["difference"] < 1e-5
+    assert found["same shardings"]
+
+
+def test_explicit_collectives_are_repeated_where_that_is_allowed() -> None:
+    found = result("explicit, repeated")
+    plain, ours = found["explicit collectives"]
+    assert ours > plain
+    assert found["ours"] < 0.7 * result("explicit")["ours"]
+    assert found["difference"] < 1e-5
+
+
+COMPILED = """\
+HloModule jit_step, is_scheduled=true, num_partitions=8
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body.2 (arg: (s32[], f32[4])) -> (s32[], f32[4]) {
+  %start = (f32[4]{0:T(128)}, f32[8]{0:T(128)}) all-gather-start(%part), channel_id=2, dimensions={0}
+  %done = f32[8]{0:T(128)} all-gather-done(%start)
+  %inner = (s32[], f32[4]) while(%t), condition=%cond, body=%inner.3, backend_config={"known_trip_count":{"n":"2"}}
+}
+
+%inner.3 (arg: (s32[], f32[4])) -> (s32[], f32[4]) {
+  ROOT %sent = f32[4] collective-permute(%x), channel_id=3, metadata={op_name="jit(f)/recomputed_12_7/while/ppermute"}
+}
+
+%one (x: f32[4]) -> f32[4] {
+  ROOT %exchanged = f32[4] all-to-all(%x), channel_id=4
+}
+
+%two (x: f32[4]) -> f32[4] {
+  ROOT %same = f32[4] negate(%x)
+}
+
+ENTRY %main (p: f32[4]) -> f32[4] {
+  %both = (f32[4]{0:T(8)(2,1)}, f32[2,2]{1,0}) all-reduce(%a, %b), metadata={op_name="(f/recomputed_3:g)"}
+  %loop = (s32[], f32[4]) while(%t), condition=%cond, body=%body.2, backend_config={"known_trip_count":{"n":"5"}}
+  %unknown = (s32[], f32[4]) while(%t), condition=%cond, body=%inner.3
+  %chosen = f32[4] conditional(%i, %x, %x), branch_computations={%one, %two}
+  ROOT %r = f32[4] copy(%both)
+}
+"""
+
+
+def test_collectives_are_counted_one_by_one_and_as_often_as_loops_run() -> None:
+    # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch.
+    assert read_collectives(COMPILED) == Collectives(2 + 5 + 11 + 1, ((3,), (12, 7)))
+    assert read_collectives("") == Collectives(0)
+
+
+def test_the_readme_shows_the_sharded_step_as_it_runs() -> None:
+    """Its code is that of the command beside it, and its memory and collectives are what that prints."""
+    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
+    shown = readme.partition("<!-- sharded -->")[2].partition("<!-- end sharded -->")[0]
+    code, figures = shown.split("```python\n")[1].split("\n```\n")[0], shown.split("```text\n")[1]
+    source = (CHECKOUT / "benchmarks" / "sharded_step.py").read_text(encoding="utf-8")
+    assert textwrap.indent(code, "    ") in source
+    assert len(code.splitlines()) < 20
+    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.sharded_step"]
+    printed = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=True).stdout
+    row = next(line for line in printed.splitlines() if line.startswith("temporary memory"))
+    assert "−" in row, "expected less memory"
+    if jax.__version__ in figures:  # other versions have other figures
+        assert row in figures
+        assert next(line for line in printed.splitlines() if line.startswith("arrays sent")) in figures
+    assert printed.splitlines()[-1] in figures

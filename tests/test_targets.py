@@ -261,7 +261,7 @@ def test_arguments_of_several_devices_cannot_be_carried() -> None:
     spread = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("data"))
     aval = jax.ShapeDtypeStruct((64,), jnp.float32, sharding=spread)
     with pytest.raises(
-        ProgramNotPortable, match="expected arguments of one device for an absent target, got argument 0"
+        ProgramNotPortable, match="expected arguments with NamedShardings over the 1 devices of h200, got argument 0"
     ):
         measure_flat(double, [aval], target="h200")
 
@@ -381,7 +381,7 @@ def test_a_child_that_dies_says_its_last_words() -> None:
 
 
 def test_a_worker_compiles_for_its_platform_only() -> None:
-    program = export_flat(double, SMALL, platform="tpu")
+    program = export_flat(double, SMALL, target=TARGETS["v5e"])
     with Worker(resolve_target("h200")) as worker, pytest.raises(ValueError, match="this worker's platform 'cuda'"):
         worker.compile(program, resolve_target("v5e"))
 

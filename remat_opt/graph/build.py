@@ -16,7 +16,7 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline
+from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
 from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
 
 _ELEMENTWISE_NAMES = """
@@ -141,9 +141,7 @@ def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[in
         kind=kind,
         flops=flops,
         seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION or _has_product(equation.params)),
-        repeatable=not equation.effects
-        and not compat.is_stateful(equation.primitive, equation.params)
-        and program.run_once.isdisjoint(equation.outputs),
+        repeatable=may_run_again(program, equation),
         name=equation.primitive.name,
     )
 

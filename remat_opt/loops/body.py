@@ -10,7 +10,8 @@ from typing import Any
 from jax.extend.core import primitives
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline
+from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again, scope_of, within
+from remat_opt.program.mapped import in_two_parts
 
 Atom = int | Constant
 
@@ -107,15 +108,17 @@ def is_loop(equation: Equation) -> bool:
     return equation.primitive is primitives.scan_p
 
 
-def read_loop(equation: Equation, *, keep_checkpoints: bool) -> Loop:
+def read_loop(program: Program, equation: Equation, *, keep_checkpoints: bool) -> Loop:
     """Flatten the body of a `scan`.
 
     Args:
+        program: that the scan is part of.
         equation: the scan.
         keep_checkpoints: leave the user's own `jax.checkpoint` regions in the body as single equations.
     """
     constants, carry = compat.scan_counts(equation.params)
-    return Loop(equation, constants, carry, inline(equation.params["jaxpr"], keep_checkpoints=keep_checkpoints))
+    body = in_two_parts(inline(equation.params["jaxpr"], keep_checkpoints=keep_checkpoints))
+    return Loop(equation, constants, carry, within(program, equation, body))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,25 +161,27 @@ def stateful_results(loop: Loop) -> frozenset[int]:
     return frozenset(
         value
         for equation in loop.body.equations
-        if compat.is_stateful(equation.primitive, equation.params)
+        if not may_run_again(loop.body, equation)
         for value in equation.outputs
     )
 
 
-def evaluate(program: Program, equations: Iterable[int], environment: dict[int, Any]) -> None:
+def evaluate(program: Program, equations: Iterable[int], environment: dict[int, Any], *, again: bool = False) -> None:
     """Evaluate some equations of a program on values or tracers; what is in the environment already stays.
 
     Args:
         program: the flat program.
         equations: indices, in program order.
         environment: values by id; results are added.
+        again: whether they have run before.
     """
     for value, constant in program.constants:
         environment.setdefault(value, constant)
     for index in equations:
         equation = program.equations[index]
         inputs = [read(atom, environment) for atom in equation.inputs]
-        with compat.equation_context(equation.source_info, equation.context):
+        scope = scope_of(program, equation) if again else None
+        with compat.equation_context(equation.source_info, equation.context, scope):
             results = compat.bind_equation(equation.primitive, equation.params, inputs)
         for value, result in zip(equation.outputs, results, strict=True):
             environment.setdefault(value, result)

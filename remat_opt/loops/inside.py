@@ -20,7 +20,7 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of
 from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline
+from remat_opt.program.inline import Constant, Equation, Program, inline, within
 
 OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Body | None"]
 """Divide a body with a turning point into segments; which of its inputs may be overwritten. None: nothing to gain."""
@@ -75,17 +75,18 @@ class _Inside:
                 continue
             repeats = repeating or not program.run_once.isdisjoint(equation.outputs)
             if is_loop(equation):
-                loop = read_loop(equation, keep_checkpoints=self.keep_checkpoints or repeats)
+                loop = read_loop(program, equation, keep_checkpoints=self.keep_checkpoints or repeats)
                 body, inner, workspace = self.body(loop, repeats)
                 if inner:
                     splicing.replace(index, scan_of(loop, emit_of(body)), workspace)
             elif equation.primitive is compat.remat_p and repeats:
-                region, inner = self.rewrite(inline(equation.params["jaxpr"], keep_checkpoints=True), repeating=True)
+                region = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=True))
+                region, inner = self.rewrite(region, repeating=True)
                 if inner:
                     splicing.replace(index, checkpoint_of(equation, emit_of(region)))
             elif equation.primitive in (primitives.cond_p, compat.shard_map_p) and not repeats:
                 free = tuple(value in reusable for value in equation.inputs)
-                instead, inner, workspace = self.regions(equation, free)
+                instead, inner, workspace = self.regions(program, equation, free)
                 if inner:
                     splicing.replace(index, instead, workspace)
             else:
@@ -116,7 +117,7 @@ class _Inside:
                 count, workspace = count + (not loops.chosen), better.peak
         return body, count, workspace
 
-    def regions(self, equation: Equation, donated: tuple[bool, ...]) -> tuple[Instead, int, int]:
+    def regions(self, program: Program, equation: Equation, donated: tuple[bool, ...]) -> tuple[Instead, int, int]:
         """What is done instead of a `cond` or `shard_map`, how many of its bodies have segments then, and its bytes.
 
         Pairs of loops in such a body stay: what is traced there may name the axes of a mesh.
@@ -125,7 +126,7 @@ class _Inside:
         jaxprs = [equation.params["jaxpr"]] if mapped else equation.params["branches"]
         emits, count, workspace = [], 0, 0
         for jaxpr in jaxprs:
-            body = inline(jaxpr, keep_checkpoints=self.keep_checkpoints)
+            body = within(program, equation, inline(jaxpr, keep_checkpoints=self.keep_checkpoints))
             better = None
             if self.optimise is not None and not body.has_references:
                 better = self.optimise(body, donated if mapped else (False,) * len(body.inputs))

@@ -125,8 +125,8 @@ def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
 
 
 def _pair(program: Program, first: int, second: int, users: dict, returned: set, keep_checkpoints: bool) -> Pair:
-    forward = read_loop(program.equations[first], keep_checkpoints=keep_checkpoints)
-    backward = read_loop(program.equations[second], keep_checkpoints=True)
+    forward = read_loop(program, program.equations[first], keep_checkpoints=keep_checkpoints)
+    backward = read_loop(program, program.equations[second], keep_checkpoints=True)
     only = [y for y, value in enumerate(forward.ys) if users.get(value) == {second} and value not in returned]
     others = [y for y, value in enumerate(forward.ys) if y not in only and (users.get(value) or value in returned)]
     return Pair(first, second, forward, backward, tuple(only), tuple(others))

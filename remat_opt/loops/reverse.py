@@ -137,7 +137,7 @@ class ReverseLoop:
             environment = self.forward_environment(dict(zip(kept.advanced, carry, strict=True)))
             index = self.index_of(number, step_number)
             environment |= {value: _slice(stack, index) for value, stack in stacks.items()}
-            evaluate(forward.body, kept.advance.equations, environment)
+            evaluate(forward.body, kept.advance.equations, environment, again=True)
             return [read(forward.next_carry[at], environment) for at in kept.advanced], environment
 
         def step(state, step_number):
@@ -189,7 +189,7 @@ class ReverseLoop:
         again = self.forward_environment(dict(zip(kept.carries, carries, strict=True)))
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
         again |= dict(zip(kept.in_chunk, residuals, strict=True))
-        evaluate(pair.forward.body, kept.again.equations, again)
+        evaluate(pair.forward.body, kept.again.equations, again, again=True)
 
         environment = self.writer.constants(backward, self.operands)
         environment |= dict(zip(backward.body_carry, cotangents, strict=True))

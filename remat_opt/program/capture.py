@@ -9,6 +9,7 @@ import jax
 
 from remat_opt.program import compat
 from remat_opt.program.inline import Program, inline
+from remat_opt.program.mapped import in_two_parts
 from remat_opt.program.masks import mask_by_outputs
 
 
@@ -19,7 +20,8 @@ class Captured:
     Attributes:
         traced: JAX's own record; its jaxpr is the same object for every call of the same signature.
         given: the flat program as it was traced.
-        program: the same as it is planned and written, with other masks (`masks.py`). The inputs of both are the values
+        program: the same as it is planned and written, with other masks (`masks.py`), and each `shard_map` that
+            communicates in two parts (`mapped.py`). The inputs of both are the values
             the function closes over while it is differentiated or batched (`closed_over`), then the flat dynamic
             arguments.
         donated: for each input of the program whether its buffer may be reused.
@@ -49,7 +51,8 @@ def capture_traced(traced: Any, **inline_options: bool) -> Captured:
     closed_over = compat.closed_over_tracers(traced)
     given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
     program = inline(traced.jaxpr, **inline_options)
-    return Captured(traced, program, mask_by_outputs(program), (False,) * len(closed_over) + given, closed_over)
+    planned = mask_by_outputs(in_two_parts(program))
+    return Captured(traced, program, planned, (False,) * len(closed_over) + given, closed_over)
 
 
 def dynamic_leaves(args: tuple, kwargs: dict) -> list[Any]:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,8 +18,10 @@ import numpy as np
 from jax import lax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import distributed as _distributed
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
+from jax._src.lax import parallel as _parallel
 from jax._src.state.types import AbstractRef
 from jax.ad_checkpoint import checkpoint_name
 from jax.core import Tracer as Tracer
@@ -98,6 +101,19 @@ def is_stateful(primitive: Any, params: dict[str, Any]) -> bool:
     )
 
 
+# What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has
+# none), and a `shard_map` around them has none either. Those left out tell an index or change a type, and send nothing.
+_SENDS_NOTHING = ("axis_index_p", "preduced_p", "vary_unreduced_cast_p")
+COLLECTIVES = frozenset(one for one in vars(_parallel).values() if isinstance(one, extend_core.Primitive)) - {
+    getattr(_parallel, name, None) for name in _SENDS_NOTHING
+}
+
+
+def without_axis_effects(effects: Iterable[Any]) -> frozenset:
+    """Effects without those that only say that an equation names an axis of a mesh, as collectives do."""
+    return frozenset(effect for effect in effects if not isinstance(effect, _core.NamedAxisEffect))
+
+
 def is_reference(aval: Any) -> bool:
     """Whether a value is a mutable reference (`jax.new_ref`)."""
     return isinstance(aval, AbstractRef)
@@ -165,11 +181,36 @@ def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
 
 
 @contextlib.contextmanager
-def equation_context(source_info: Any, context: Any) -> Iterator[None]:
-    """The source line, the name stack and the configuration that an equation was traced under."""
-    name_stack = source_info_util.current_name_stack() + source_info.name_stack
+def equation_context(source_info: Any, context: Any, scope: str | None = None) -> Iterator[None]:
+    """The source line, the name stack and the configuration that an equation was traced under.
+
+    Args:
+        source_info: of the equation.
+        context: of the equation.
+        scope: one more name, in front of the equation's own.
+    """
+    outer = source_info_util.current_name_stack()
+    name_stack = (outer if scope is None else outer.extend(scope)) + source_info.name_stack
     with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager:
         yield
+
+
+_RECOMPUTED = re.compile(r"\brecomputed((?:_\d+)+)\b")
+
+
+def recomputed_scope(path: str) -> str:
+    """The name scope of what is computed again: "recomputed_12_7" for the path "_12_7"."""
+    return f"recomputed{path}"
+
+
+def recomputed_in(names: str) -> list[tuple[int, ...]]:
+    """The paths of all such scopes in the names that a compiled program has for its operations."""
+    return [tuple(map(int, path.split("_")[1:])) for path in _RECOMPUTED.findall(names)]
+
+
+def place_of(source_info: Any) -> str:
+    """Where an equation comes from: its name stack, and the line of the user's program."""
+    return f"{source_info.name_stack} {source_info_util.summarize(source_info)}"
 
 
 def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
@@ -183,11 +224,17 @@ def is_inexact(aval: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact)
 
 
-def abstract(aval: Any) -> Any:
-    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept."""
+def abstract(aval: Any, sharding: Any = None) -> Any:
+    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept.
+
+    Args:
+        aval: the value's type.
+        sharding: another one than its own.
+    """
     kept = {"weak_type": aval.weak_type} if getattr(aval, "weak_type", False) else {}
-    sharding = getattr(aval, "sharding", None)
-    if sharding is not None and not sharding.mesh.empty:
+    own = getattr(aval, "sharding", None)
+    sharding = own if sharding is None and own is not None and not own.mesh.empty else sharding
+    if sharding is not None:
         kept["sharding"] = sharding
     if manual := getattr(aval, "manual_axis_type", None):
         kept["manual_axis_type"] = manual
@@ -238,9 +285,12 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
 
 def without_dead_code(closed: Any) -> Any:
     """A closed jaxpr without what its results do not need, inside loops and calls too; its inputs stay."""
-    jaxpr = bare_jaxpr(closed)
-    alive, _ = _partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)
-    return ClosedJaxpr(alive, constants_of(closed))
+    return ClosedJaxpr(with_results(closed, [True] * len(bare_jaxpr(closed).outvars)), constants_of(closed))
+
+
+def with_results(jaxpr: Any, wanted: Sequence[bool]) -> Any:
+    """A jaxpr as an open one with some of its results, without what these do not need; its inputs stay."""
+    return _partial_eval.dce_jaxpr(bare_jaxpr(jaxpr), list(wanted), instantiate=True)[0]
 
 
 def open_jaxpr(closed: Any) -> Any:
@@ -251,6 +301,27 @@ def open_jaxpr(closed: Any) -> Any:
 def outside_of_any_trace() -> bool:
     """Whether no jit, grad, vmap or scan is being traced on this thread."""
     return _core.trace_state_clean()
+
+
+def flat_shardings(traced: Any) -> tuple[list[Any], list[Any]]:
+    """Shardings of a traced function's flat arguments and results: those of its jit, else of the arguments; None where
+    it was left to the compiler, and for what is on one device."""
+
+    def known(sharding: Any) -> Any:
+        left = sharding is None or is_unspecified(sharding) or sharding.num_devices == 1
+        return None if left else sharding
+
+    given = [known(one) for one in traced._params["in_shardings"]]
+    own = [known(argument.sharding) for argument in traced._meta_tys_flat]
+    own = [None] * (len(given) - len(own)) + own  # what a function closes over leads its inputs
+    inputs = [own[at] if one is None else one for at, one in enumerate(given)]
+    return inputs, [known(one) for one in traced._params["out_shardings"]]
+
+
+def distributed_client() -> Any | None:
+    """The service through which the processes of a job tell each other texts; None where there is one process, or
+    `jax.distributed.initialize` was not called."""
+    return _distributed.global_state.client
 
 
 class JitDescription(NamedTuple):

@@ -53,6 +53,11 @@ class Program:
     opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
     workspaces: tuple[tuple[int, int], ...] = ()  # by an equation's first result: bytes that its body needs as written
     named: tuple[tuple[str, int | Constant], ...] = ()  # what was named, where names are taken out
+    # Where arrays are divided among devices: the path to this program in the names of what is computed again ("" for
+    # the step, "_12" for the body of the loop whose first result is value 12); None writes no such names.
+    marks: str | None = None
+    pinned: frozenset[tuple[int, ...]] = frozenset()  # values not to be computed again; a path leads into a body
+    repeats_collectives: bool = False  # whether explicit collectives may run again
 
     @property
     def has_references(self) -> bool:
@@ -63,6 +68,47 @@ class Program:
     def effects(self) -> frozenset:
         """All effects of all equations."""
         return frozenset().union(*(equation.effects for equation in self.equations))
+
+
+def within(program: Program, equation: Equation, body: Program) -> Program:
+    """The body of one of a program's equations, with what is said of the program for the inside of that equation."""
+    first = equation.outputs[0] if equation.outputs else -1
+    return dataclasses.replace(
+        body,
+        marks=None if program.marks is None else f"{program.marks}_{first}",
+        pinned=frozenset(path[1:] for path in program.pinned if len(path) > 1 and path[0] == first),
+        repeats_collectives=program.repeats_collectives,
+    )
+
+
+def scope_of(program: Program, equation: Equation) -> str | None:
+    """The name scope for one of a program's equations where it is computed again; None where there are no marks."""
+    if program.marks is None or not equation.outputs:
+        return None
+    return compat.recomputed_scope(f"{program.marks}_{equation.outputs[0]}")
+
+
+def communicates(primitive: Any, params: dict[str, Any]) -> bool:
+    """Whether an equation is an explicit collective, or has one in it."""
+    if primitive in compat.COLLECTIVES:
+        return True
+    return any(
+        communicates(equation.primitive, equation.params)
+        for jaxpr in compat.jaxprs_in(params)
+        for equation in compat.bare_jaxpr(jaxpr).eqns
+    )
+
+
+def may_run_again(program: Program, equation: Equation) -> bool:
+    """Whether a second run of one of a program's equations is allowed."""
+    effects = equation.effects
+    if program.repeats_collectives:
+        effects = compat.without_axis_effects(effects)
+    elif communicates(equation.primitive, equation.params):
+        return False
+    if effects or compat.is_stateful(equation.primitive, equation.params):
+        return False
+    return program.run_once.isdisjoint(equation.outputs) and not any((v,) in program.pinned for v in equation.outputs)
 
 
 def inline(

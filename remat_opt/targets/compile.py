@@ -25,6 +25,7 @@ def measure_flat(
     target: Target | str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     keep_unused: bool = True,
+    out_shardings: Sequence[Any] | None = None,
     dump_to: Path | None = None,
     time_limit: float | None = None,
     worker: Worker | None = None,
@@ -36,11 +37,13 @@ def measure_flat(
 
     Args:
         fun: takes arrays by position, returns a list or tuple of arrays.
-        avals: a `jax.ShapeDtypeStruct` for each argument; dtypes may be those of typed random keys.
+        avals: a `jax.ShapeDtypeStruct` for each argument; dtypes may be those of typed random keys. For a target of
+            several devices with the shardings that the arguments have.
         donated: positions of the arguments whose memory may be reused for outputs.
         target: see `resolve_target`.
         compiler_options: as of `jax.jit`.
         keep_unused: as of `jax.jit`; whether arguments that the program does not read count.
+        out_shardings: of the results, for an absent target of several devices.
         dump_to: folder for XLA's text dump, which `largest_live_buffers` reads; the program is then compiled in a
             child process of its own, except on an attached accelerator.
         time_limit: seconds to wait for a child process; a compilation in this process is not limited.
@@ -64,7 +67,9 @@ def measure_flat(
             "Worker(target, dump_to=…)"
         )
     check_installed(target)
-    program = export_flat(fun, avals, platform=target.platform, donated=donated, keep_unused=keep_unused)
+    program = export_flat(
+        fun, avals, target=target, donated=donated, keep_unused=keep_unused, out_shardings=out_shardings
+    )
     if dump_to is not None:
         context = Worker(target, dump_to=dump_to)
     else:

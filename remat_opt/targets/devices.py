@@ -6,6 +6,9 @@ operands go through TF32 on NVIDIA's tensor cores and through bfloat16 on a TPU'
 
 from __future__ import annotations
 
+import dataclasses
+import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -13,6 +16,7 @@ from typing import Any
 
 import jax
 
+_TOPOLOGY = re.compile(r"\d+x\d+(x\d+)?")
 _GIB = 2**30
 _TERA = 10**12
 
@@ -29,6 +33,7 @@ class Target:
         flops: dtype name → peak dense FLOP/s of matrix work with operands of that dtype.
         description: the device in words, with what is nominal about its figures.
         device_kinds: what JAX calls this device where it is attached (`jax.Device.device_kind`).
+        devices: of how many the programs are that are compiled for it; more than one for a topology ("v5e:4x4").
         compiler_config: how to ask for its compiler when it is absent: XLA's GpuTargetConfigProto in text form for
             "cuda", the topology's name for "tpu"; empty where it can only be compiled for when attached.
     """
@@ -41,6 +46,7 @@ class Target:
     description: str
     device_kinds: tuple[str, ...] = ()
     compiler_config: str = field(default="", repr=False)
+    devices: int = 1
 
 
 # Fields of XLA's GpuTargetConfigProto that are the same for the three GPUs: CUDA C++ Programming Guide, table
@@ -161,6 +167,8 @@ _STAND_INS = {"cuda": "a100", "rocm": "a100", "gpu": "a100", "tpu": "v5e"}
 def resolve_target(target: str | Target | None) -> Target:
     """The target of that name; a `Target` is handed back; None is the attached backend.
 
+    The name of a TPU may be followed by a topology, as in "v5e:4x4": programs are then compiled for all of its chips.
+
     Raises:
         ValueError: no target has this name; the message lists those there are.
         TypeError: something else was passed.
@@ -176,9 +184,16 @@ def resolve_target(target: str | Target | None) -> Target:
         )
     if target in TARGETS:
         return TARGETS[target]
+    name, _, topology = target.partition(":")
+    if name in TARGETS and TARGETS[name].platform == "tpu" and _TOPOLOGY.fullmatch(topology):
+        devices = math.prod(map(int, topology.split("x")))
+        of = f"{devices} chips of Cloud TPU {name}, {topology}"
+        return dataclasses.replace(
+            TARGETS[name], name=target, description=of, device_kinds=(), compiler_config=target, devices=devices
+        )
     raise ValueError(
-        f"unknown target {target!r}; expected one of {', '.join(TARGETS)}, a remat_opt.targets.Target, "
-        "or None for the attached backend"
+        f'unknown target {target!r}; expected one of {", ".join(TARGETS)}, a TPU with its topology ("v5e:4x4"), '
+        "a remat_opt.targets.Target, or None for the attached backend"
     )
 
 

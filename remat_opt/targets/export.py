@@ -1,7 +1,6 @@
 """Carry a flat JAX function to another process: export it for a platform that is not attached here.
 
-Gaps: programs with host callbacks (`io_callback`, `pure_callback`) have no portable form, and a program that is spread
-over several devices is not carried yet.
+Gap: programs with host callbacks (`io_callback`, `pure_callback`) have no portable form.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend import core as extend_core
 
+from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import ProgramNotPortable, TargetUnavailable
 
 _WITHOUT_PRINTS = "measured without the program's debug prints and debug callbacks"
@@ -30,33 +30,39 @@ class PortableProgram:
         donated: positions of the arguments whose memory may be reused.
         keep_unused: whether arguments that the program does not read are still its arguments.
         note: what differs from the function as given; empty if nothing.
+        mesh: names and sizes of the axes of the mesh that its arrays are divided over; empty for one device.
     """
 
     serialised: bytearray
     donated: tuple[int, ...]
     keep_unused: bool
     note: str
+    mesh: tuple[tuple[str, int], ...] = ()
 
 
 def export_flat(
     fun: Callable[..., Sequence[Any]],
     avals: Sequence[Any],
     *,
-    platform: str,
+    target: Target,
     donated: Sequence[int] = (),
     keep_unused: bool = True,
+    out_shardings: Sequence[Any] | None = None,
 ) -> PortableProgram:
-    """Export a flat function for a platform.
+    """Export a flat function for a target.
 
     Args:
         fun: takes arrays by position, returns a list or tuple of arrays.
-        avals: a `jax.ShapeDtypeStruct` for each argument; typed random keys travel as their key data.
-        platform: "cpu", "cuda" or "tpu".
+        avals: a `jax.ShapeDtypeStruct` for each argument; typed random keys travel as their key data. Shardings, over
+            a mesh of as many devices as the target has, are kept; the mesh may be an `AbstractMesh`.
+        target: what it is to be compiled for.
         donated: positions of the arguments whose memory may be reused.
         keep_unused: as of `jax.jit`.
+        out_shardings: one for each result, None where it is left to the compiler; None for none.
 
     Raises:
-        ProgramNotPortable: the program calls back to the host, or is spread over several devices.
+        ProgramNotPortable: the program calls back to the host, or is divided over more or fewer devices than the
+            target has.
         TargetUnavailable: the package that serialises programs is not installed.
     """
     if importlib.util.find_spec("flatbuffers") is None:
@@ -64,48 +70,63 @@ def export_flat(
             "compiling for an absent device needs the package flatbuffers, which is not installed; "
             'write: pip install "remat_opt[cuda-aot]" or pip install "remat_opt[tpu-aot]"'
         )
-    _refuse_several_devices(avals)
-    program, arguments = _with_key_data(fun, avals)
-    jitted = jax.jit(program, keep_unused=keep_unused)
+    mesh = _mesh_of([getattr(aval, "sharding", None) for aval in avals], target)
+    program, arguments = _with_key_data(fun, avals, divided=mesh is not None)
+    divided: dict[str, Any] = (
+        {"out_shardings": list(out_shardings)} if mesh is not None and out_shardings is not None else {}
+    )
+    jitted = jax.jit(program, keep_unused=keep_unused, **divided)
     closed = jitted.trace(*arguments).jaxpr
     note = ""
     if closed.effects & _debug_effects():
-        jitted = jax.jit(extend_core.jaxpr_as_fun(without_debug_effects(closed)), keep_unused=keep_unused)
+        silent = extend_core.jaxpr_as_fun(without_debug_effects(closed))
+        jitted = jax.jit(silent, keep_unused=keep_unused, **divided)
         note = _WITHOUT_PRINTS
     # The same versions export and compile, so custom calls (Pallas kernels, linear algebra) need no stability promise.
     checks = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
     try:
-        exported = jax.export.export(jitted, platforms=(platform,), disabled_checks=checks)(*arguments)
+        exported = jax.export.export(jitted, platforms=(target.platform,), disabled_checks=checks)(*arguments)
         serialised = exported.serialize()
     except (ValueError, NotImplementedError) as error:
         raise ProgramNotPortable(
-            f"expected a program that jax.export can carry to the compiler for {platform}, got: {error}. Take host "
-            "callbacks out of the step for the measurement, or measure where the device is attached (target=None)"
+            f"expected a program that jax.export can carry to the compiler for {target.platform}, got: {error}. Take "
+            "host callbacks out of the step for the measurement, or measure where the device is attached (target=None)"
         ) from error
-    return PortableProgram(serialised, tuple(donated), keep_unused, note)
+    axes = () if mesh is None else tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
+    return PortableProgram(serialised, tuple(donated), keep_unused, note, axes)
 
 
-def _refuse_several_devices(avals: Sequence[Any]) -> None:
-    """Only programs of one device are carried; their shardings are replaced by the target's."""
-    for position, aval in enumerate(avals):
-        sharding = getattr(aval, "sharding", None)
-        if sharding is not None and getattr(sharding, "num_devices", 1) > 1:
+def _mesh_of(shardings: Sequence[Any], target: Target) -> Any | None:
+    """The mesh that arguments are divided over; None where all of them are of one device."""
+    for position, sharding in enumerate(shardings):
+        if sharding is None or sharding.num_devices == 1:
+            continue
+        devices = sharding.num_devices
+        if devices != target.devices or not isinstance(sharding, jax.sharding.NamedSharding):
+            topology = f'"{target.name.partition(":")[0]}:4x4" for 4 × 4 chips' if target.platform == "tpu" else "None"
             raise ProgramNotPortable(
-                f"expected arguments of one device for an absent target, got argument {position} with {sharding}; "
-                "measure on the attached backend (target=None), or pass the arguments of one device without shardings"
+                f"expected arguments with NamedShardings over the {target.devices} devices of {target.name}, got "
+                f"argument {position} with {sharding}, {devices} devices; pass a mesh (an AbstractMesh will do) of "
+                f"{target.devices}, or name another target ({topology})"
             )
+        return sharding.mesh
+    return None
 
 
-def _with_key_data(fun: Callable[..., Sequence[Any]], avals: Sequence[Any]) -> tuple[Callable[..., list[Any]], list]:
+def _with_key_data(
+    fun: Callable[..., Sequence[Any]], avals: Sequence[Any], *, divided: bool = False
+) -> tuple[Callable[..., list[Any]], list]:
     """The same function with typed random keys, inputs and outputs, as arrays of their bits; and its arguments."""
     arguments: list[jax.ShapeDtypeStruct] = []
     unwrap: list[str | Any | None] = []
     for aval in avals:
         implementation = None
+        sharding = getattr(aval, "sharding", None) if divided else None
         if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
             implementation, aval = _key_implementation(aval)
         unwrap.append(implementation)
-        arguments.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False)))
+        weak_type = getattr(aval, "weak_type", False)
+        arguments.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type, sharding=sharding))
 
     def program(*values):
         values = [

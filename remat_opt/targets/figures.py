@@ -9,8 +9,9 @@ from typing import Any
 
 import jax
 
+from remat_opt.targets.communication import Collectives, collectives_of
 from remat_opt.targets.devices import Target
-from remat_opt.targets.worker import compiled_numbers, compiler_version
+from remat_opt.targets.worker import compiled_numbers, compiler_version, text_of_several_devices
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Figures:
             autotuning chooses, and its scratch memory, are then missing from the figures.
         compiler: the installed distribution that holds the compiler, as "libtpu 0.0.51".
         note: what else a reader has to know; empty if nothing.
+        collectives: what the devices send each other; None for a program of one device.
     """
 
     temp_bytes: int
@@ -48,6 +50,7 @@ class Figures:
     autotuned: bool
     compiler: str = ""
     note: str = ""
+    collectives: Collectives | None = None
 
     @property
     def physical_peak_bytes(self) -> int:
@@ -66,13 +69,14 @@ class Figures:
             ValueError: a field is missing or is not known.
         """
         known = {field.name for field in fields(cls)}
-        required = known - {"compiler", "note"}
+        required = known - {"compiler", "note", "collectives"}
         if not required <= set(values) <= known:
             raise ValueError(
                 f"figures have the fields {sorted(known)}; missing {sorted(required - set(values))}, not known "
                 f"{sorted(set(values) - known)}; read them with the remat_opt that wrote them, or measure again"
             )
-        return cls(**values)
+        sent = values.get("collectives")
+        return cls(**{**values, "collectives": sent and Collectives.from_json(sent)})
 
 
 def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0, note: str = "") -> Figures:
@@ -93,4 +97,5 @@ def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0,
         autotuned=True,
         compiler=compiler_version(target.platform),
         note=note,
+        collectives=collectives_of(text_of_several_devices(compiled)),
     )

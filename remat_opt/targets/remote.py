@@ -18,6 +18,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from remat_opt.targets.communication import collectives_of
 from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import (
     MESSAGE_CHARACTERS,
@@ -135,6 +136,7 @@ class Worker:
             "platform": target.platform,
             "config": target.compiler_config,
             "donated": program.donated,
+            "mesh": program.mesh,
             "keep_unused": program.keep_unused,
             "compiler_options": dict(compiler_options or {}),
             "program_bytes": len(program.serialised),
@@ -148,7 +150,9 @@ class Worker:
                 raise
         if "figures" not in reply:
             raise _error(reply, target)
-        return Figures(**reply["figures"], target=target.name, **_judgement(target, program.note))
+        sent = collectives_of(reply.get("text"))
+        judgement = _judgement(target, program.note)
+        return Figures(**reply["figures"], target=target.name, collectives=sent, **judgement)
 
     def _ask(
         self, request: dict[str, Any], serialised: bytearray, target: Target, time_limit: float | None
@@ -206,6 +210,8 @@ def _error(reply: Mapping[str, str], target: Target) -> Exception:
         return compiler_error(words, target.name, target.platform)
     extra = _NEEDED_MODULES.get(target.platform, ("", (), ""))[0]
     hint = f'; write: pip install "remat_opt[{extra}]" with the version of your jax' if extra else ""
+    if target.devices > 1:
+        hint = f"; or write a topology that there is, as {target.name.partition(':')[0]}:4x4" + hint
     return TargetUnavailable(f"expected the compiler for {target.name} to start, got {shortened(words)}{hint}")
 
 

@@ -50,6 +50,14 @@ def compiled_numbers(compiled: Any) -> dict[str, Any]:
     }
 
 
+def text_of_several_devices(compiled: Any) -> str | None:
+    """XLA's text of a compiled program that is divided among devices; None for any other."""
+    import jax
+
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    return compiled.as_text() if any(one.num_devices > 1 for one in shardings) else None
+
+
 def compiler_version(platform: str) -> str:
     """The installed distribution that holds the compiler, and its version, as "libtpu 0.0.51"."""
     for name in _DISTRIBUTIONS.get(platform, ()):
@@ -61,13 +69,13 @@ def compiler_version(platform: str) -> str:
 
 
 class _TargetDevices:
-    """One device for each target, made when first asked for."""
+    """The devices of each target, made when first asked for."""
 
     def __init__(self) -> None:
         self._devices: dict[tuple[str, str], Any] = {}
 
     def get(self, platform: str, config: str) -> Any:
-        """The device of the attached CPU, or of a topology without a device."""
+        """The devices of the attached CPU, or of a topology without a device."""
         import jax
         from jax.experimental import topologies
 
@@ -78,22 +86,38 @@ class _TargetDevices:
                 devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
             else:
                 devices = topologies.get_topology_desc(platform=platform, topology_name=config).devices
-            self._devices[platform, config] = devices[0]
+            self._devices[platform, config] = devices
         return self._devices[platform, config]
 
 
-def _compile(request: dict[str, Any], serialised: bytearray, device: Any) -> dict[str, Any]:
-    """Compile one exported program for one device, and read the compiler's figures."""
+def _shardings(exported: Any, axes: list[list[Any]], devices: Any) -> tuple[list[Any], Any]:
+    """The shardings of a program's arguments and results: those it was exported with, or all on the first device."""
     import jax
-    import jax.numpy as jnp
     import numpy as np
 
-    mesh = jax.sharding.Mesh(np.array([device]), ("device",))
-    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    if not axes:
+        mesh = jax.sharding.Mesh(np.array(devices[:1]), ("device",))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        return [whole] * len(exported.in_avals), whole
+    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
+    automatic = (jax.sharding.AxisType.Auto,) * len(names)
+    mesh = jax.make_mesh(sizes, names, automatic, devices=devices)
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    given = [whole if sharding is None else sharding for sharding in exported.in_shardings_jax(mesh)]
+    return given, list(exported.out_shardings_jax(mesh))
+
+
+def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> tuple[dict[str, Any], str | None]:
+    """Compile one exported program for the devices, and read the compiler's figures, of several devices also its
+    text."""
+    import jax
+    import jax.numpy as jnp
+
     exported = jax.export.deserialize(serialised)
+    given, out_shardings = _shardings(exported, request["mesh"], devices)
     kept = range(len(exported.in_avals)) if request["keep_unused"] else exported.module_kept_var_idx
     arguments = [
-        jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype, sharding=sharding) for i in kept
+        jax.ShapeDtypeStruct(exported.in_avals[i].shape, exported.in_avals[i].dtype, sharding=given[i]) for i in kept
     ]
     donated = tuple(position for position, i in enumerate(kept) if i in request["donated"])
 
@@ -104,12 +128,12 @@ def _compile(request: dict[str, Any], serialised: bytearray, device: Any) -> dic
             *(given[i] if i in given else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(exported.in_avals))
         )
 
-    jitted = jax.jit(program, donate_argnums=donated, keep_unused=True, out_shardings=sharding)
+    jitted = jax.jit(program, donate_argnums=donated, keep_unused=True, out_shardings=out_shardings)
     lowered = jitted.lower(*arguments)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
     seconds = time.perf_counter() - start
-    return {**compiled_numbers(compiled), "compile_seconds": seconds}
+    return {**compiled_numbers(compiled), "compile_seconds": seconds}, text_of_several_devices(compiled)
 
 
 def _answer(request: dict[str, Any], serialised: bytearray, devices: _TargetDevices) -> dict[str, Any]:
@@ -118,11 +142,11 @@ def _answer(request: dict[str, Any], serialised: bytearray, devices: _TargetDevi
     try:
         import jax
 
-        device = devices.get(request["platform"], request["config"])
+        of_target = devices.get(request["platform"], request["config"])
         stage = "compile"
-        figures = _compile(request, serialised, device)
+        figures, text = _compile(request, serialised, of_target)
         versions = {"jax_version": jax.__version__, "jaxlib_version": metadata.version("jaxlib")}
-        return {"figures": {**figures, **versions, "compiler": compiler_version(request["platform"])}}
+        return {"figures": {**figures, **versions, "compiler": compiler_version(request["platform"])}, "text": text}
     # Whatever went wrong is the answer: the parent raises it again, and the worker lives on for the next program.
     except Exception as error:
         return {"stage": stage, "error": type(error).__name__, "message": str(error)}

@@ -15,7 +15,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Constant, Equation, Program, communicates
 
 _RESULT = -1  # stands for the function's results among the readers of a value
 
@@ -54,7 +54,10 @@ class Layout:
 
 
 def is_repeatable(equation: Equation) -> bool:
-    """Whether an equation may run again, or later: it has no effect and gives the same each time."""
+    """Whether an equation may run again, or later: it has no effect, gives the same each time, and is between no
+    devices."""
+    if communicates(equation.primitive, equation.params):
+        return False
     return not equation.effects and not compat.is_stateful(equation.primitive, equation.params)
 
 

@@ -19,7 +19,7 @@ from remat_opt.graph.pins import Pin, pins
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation
+from remat_opt.program.inline import Constant, Equation, scope_of
 from remat_opt.program.pooling import scatter_free, without_scatter
 
 # Compilers that give the gradient of a weight the layout that its convolution likes, and with it the updated weight,
@@ -85,7 +85,8 @@ class _Writer:
             if pin := self.pins.get((self.run_index, op)):
                 self.wait(pin, environment)
                 on_demand.clear()  # what was made of the operand in front of the barrier
-            environment.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
+            results = self.bind(equation, environment, on_demand, again=not first_run)
+            environment.update(zip(equation.outputs, results, strict=True))
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
                 environment[value] = lax.optimization_barrier(environment[value])
             if first_run:
@@ -99,9 +100,12 @@ class _Writer:
         behind = lax.optimization_barrier([environment[value] for value in together])
         environment.update(zip(together, behind, strict=True))
 
-    def bind(self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any]) -> list[Any]:
+    def bind(
+        self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any], *, again: bool = False
+    ) -> list[Any]:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
-        with compat.equation_context(equation.source_info, equation.context):
+        scope = scope_of(self.program, equation) if again else None
+        with compat.equation_context(equation.source_info, equation.context, scope):
             if without_scatter(equation, self.bridge.platform):
                 source, operand = inputs
                 return [scatter_free(source, operand, equation.params)]

@@ -1,0 +1,94 @@
+"""A `shard_map` that communicates becomes two: what depends on a collective, and what may be computed again."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import remat_opt
+from remat_opt.program import compat
+from remat_opt.program.inline import communicates, inline
+from remat_opt.program.mapped import in_two_parts
+
+P = PartitionSpec
+MESH = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+X, W = jnp.ones((512, 16)), 0.1 * jnp.ones((16, 64))
+
+
+def mapped(fun: Any, outputs: Any) -> Any:
+    return jax.shard_map(fun, mesh=MESH, in_specs=(P(), P(None, "model")), out_specs=outputs)
+
+
+def sent(program: Any) -> list[bool]:
+    return [communicates(equation.primitive, equation.params) for equation in program.equations]
+
+
+def test_what_does_not_depend_on_a_collective_stands_alone() -> None:
+    def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        hidden = jnp.sin(x @ w)
+        return lax.psum(hidden.sum(1), "model"), hidden
+
+    program = inline(jax.make_jaxpr(mapped(layer, (P(), P(None, "model"))))(X, W))
+    assert sent(program) == [True]
+    divided = in_two_parts(program)
+    assert sent(divided) == [True, False]
+    assert [equation.outputs for equation in divided.equations] == [(program.outputs[0],), (program.outputs[1],)]
+
+
+@pytest.mark.parametrize("collective", [lambda x: lax.ppermute(x, "model", [(0, 0)]), lambda x: lax.pmax(x, "model")])
+def test_collectives_are_known_without_their_effects(collective: Any) -> None:
+    program = inline(jax.make_jaxpr(mapped(lambda x, w: collective(x @ w), P(None, "model")))(X, W))
+    assert sent(program) == [True]
+
+
+def test_indices_and_casts_send_nothing() -> None:
+    def tell(x: jax.Array, w: jax.Array) -> jax.Array:
+        return lax.pcast(x, "model", to="varying") @ w + lax.axis_index("model")
+
+    program = inline(jax.make_jaxpr(mapped(tell, P(None, "model")))(X, W))
+    assert sent(program) == [False]
+
+
+def test_one_that_cannot_be_divided_stays_and_the_user_is_told() -> None:
+    def layers(x: jax.Array, w: jax.Array) -> jax.Array:
+        for _ in range(6):
+            x = lax.psum(jnp.sin(x @ w) @ w.T, "model") / 8
+        return x
+
+    def step(w: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        loss, gradient = jax.value_and_grad(lambda w: (mapped(layers, P())(x, w) ** 2).mean())(w)
+        return w - 0.1 * gradient, loss
+
+    optimized = remat_opt.optimize(step)
+    with pytest.warns(remat_opt.RematWarning, match="repeat_collectives=True allows it"):
+        plan = optimized.plan(W, X)
+    assert plan.is_plain
+    np.testing.assert_allclose(optimized(W, X)[1], jax.jit(step)(W, X)[1], rtol=1e-6)
+
+
+def test_layers_are_computed_again_without_their_sum_over_devices() -> None:
+    layer = mapped(lambda x, w: x + lax.psum(jnp.tanh(jnp.sin(x @ w)) @ w.T, "model") / 8, P())
+
+    def step(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
+        def loss(params: list[jax.Array]) -> jax.Array:
+            hidden = x
+            for w in params:
+                hidden = layer(hidden, w)
+            return (hidden**2).mean()
+
+        value, gradients = jax.value_and_grad(loss)(params)
+        return [w - 0.1 * gradient for w, gradient in zip(params, gradients, strict=True)], value
+
+    optimized = remat_opt.optimize(step)
+    plan = optimized.plan([W] * 6, X)
+    assert plan.predicted.peak_bytes < 0.8 * plan.predicted.plain_peak_bytes
+    written = inline(optimized.jaxpr([W] * 6, X), keep_checkpoints=True)
+    again = [equation for equation in written.equations if equation.primitive is compat.remat_p]
+    assert again
+    assert not any(communicates(equation.primitive, equation.params) for equation in again)
+    ours, plain = optimized([W] * 6, X), jax.jit(step)([W] * 6, X)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), ours, plain)
