@@ -168,8 +168,9 @@ class Forms:
                 return
             else:
                 exceeds = found.peak, needed
-            if fits is None or exceeds is None:
-                asked = found.peak + limit - needed
+            if fits is None or exceeds is None:  # sizes may be of one of many devices: then their ratio counts
+                more = max(found.peak + limit - needed, found.peak * limit // max(needed, 1))
+                asked = more if exceeds is None else found.peak + limit - needed
                 continue
             (low, small), (high, large) = fits, exceeds
             if high - low <= (1 - CLOSE_TO_IT) * high:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said 
 WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 OUT_OF_REACH = 1.5  # times a budget: what is foreseen to need more is not compiled
+ROOM = 0.75  # of a budget: what needs less may leave room for something faster
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 Measure = Callable[["Prepared", "Solution | None"], Figures]
@@ -205,41 +206,52 @@ class _Decider:
         else:
             assert self.settings.budget.physical_bytes is not None
             allowed = self.settings.budget.physical_bytes
-            if self.given.problem.plain.peak + self.fixed_bytes() <= allowed * 1.1:
+            if self.given.is_divided or self.given.problem.plain.peak + self.fixed_bytes() <= allowed * 1.1:
                 plain = self.measure_if_it_fits(None)
                 if plain is not None and plain.physical_peak_bytes <= allowed:
                     return self.plain("the step as it was given fits the budget", plain)
         return self.tighten(allowed)
 
     def tighten(self, allowed: int) -> Decision:
-        """Search for what is foreseen to fit, compile it, and where it needs more, foresee more for all others."""
+        """Search for what is foreseen to fit, and compile it. Where it needs more, or so much less that there may be
+        something faster, all else is foreseen to do so, too, and searched again."""
         beside = 0 if self.settings.budget.fraction is not None else self.fixed_bytes()
-        measured: list[tuple[Found, int]] = []  # temporary memory
-        least = self.counted(self.plain_figures) if self.plain_figures is not None else None
+        correction, plain = 1.0, self.plain_figures
+        if plain is not None and self.given.is_divided:  # sizes in the graph are those on all devices together
+            correction = plain.temp_bytes / max(self.given.as_given, 1)
+            beside = self.counted(plain) - plain.temp_bytes
+        measured: list[tuple[Found, Figures]] = []
+        candidates: Iterator[Found] | None = None
 
         def size(found: Found) -> int:
-            known = [temp for other, temp in measured if other.is_the_same_as(found)]
+            known = [figures.temp_bytes for other, figures in measured if other.is_the_same_as(found)]
             return known[0] if known else math.ceil(self.foreseen(found) * correction)
 
-        correction, candidates = 1.0, iter(())
+        def fitting() -> list[tuple[Found, Figures]]:
+            return [one for one in measured if self.counted(one[1]) <= allowed]
+
         for attempt in range(MOST_ATTEMPTS):
-            found = next(candidates, None)
-            if found is None and attempt < MOST_ATTEMPTS - 1:
+            found = None
+            if candidates is None and (attempt < MOST_ATTEMPTS - 1 or fitting()):
                 found = self.search(max(allowed - beside, 0), size)
             if found is None or any(found.is_the_same_as(other) for other, _ in measured):
-                candidates = iter(self.smallest(size, measured, allowed - beside))
+                if fitting():
+                    break
+                candidates = candidates or iter(self.smallest(size, measured, allowed - beside))
                 found = next(candidates, None)
             if found is None:
                 break
             figures = self.measure(found)
-            needed = self.counted(figures)
-            if needed <= allowed:
-                return self.decision(found, figures)
-            least = needed if least is None else min(least, needed)
-            beside = needed - figures.temp_bytes
-            measured.append((found, figures.temp_bytes))
+            measured.append((found, figures))
+            if self.counted(figures) <= allowed and (
+                candidates is not None or found.extra_seconds <= 0 or figures.temp_bytes >= ROOM * (allowed - beside)
+            ):
+                break
+            beside = self.counted(figures) - figures.temp_bytes
             correction = figures.temp_bytes / max(self.foreseen(found), 1)
-        assert least is not None
+        if fits := fitting():
+            return self.decision(*min(fits, key=lambda one: one[0].extra_seconds))
+        least = min(self.counted(one) for one in (*(figures for _, figures in measured), plain) if one is not None)
         raise InfeasibleBudget(
             f"expected a budget of at least {least} bytes, got {self.settings.asked_budget!r} ({allowed} bytes"
             f"{' of temporary memory' if self.settings.budget.fraction is not None else ''}): the least that was "
@@ -248,7 +260,7 @@ class _Decider:
         )
 
     def smallest(
-        self, size: Callable[[Found], int], measured: Sequence[tuple[Found, int]], limit: int
+        self, size: Callable[[Found], int], measured: Sequence[tuple[Found, Figures]], limit: int
     ) -> Sequence[Found]:
         """What may need least, whatever that costs, from the smallest; without what is out of reach."""
         found = [self.search(0), self.search(None), self.search(0, size)]

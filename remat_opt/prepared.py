@@ -76,6 +76,11 @@ class Prepared:
         return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
 
     @property
+    def is_divided(self) -> bool:
+        """Whether it runs on several devices. Its graph has the sizes on all of them together."""
+        return self.captured.program.marks is not None
+
+    @property
     def extra_seconds(self) -> float:
         """Estimated time beyond that of the step as it was given, before anything else is recomputed."""
         return self.bridge.graph.seconds - self.given.bridge.graph.seconds if self.given else 0.0
