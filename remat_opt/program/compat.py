@@ -142,11 +142,13 @@ def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any])
 
 
 def with_default_layout(array: Any) -> Any:
-    """The same array, row-major in memory from here on.
+    """The same array, row-major in memory from here on; random keys, whose data has dimensions of its own, as they are.
 
     JAX lets XLA choose the layout of an output that comes straight from such a constraint, and then refuses donation
     for it; the barrier stands between the two.
     """
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return array
     constrained = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
     return lax.optimization_barrier(constrained)
 
