@@ -143,3 +143,4 @@ _OPERATIONS: dict[Any, Callable] = {
     getattr(P, f"{name}_p"): operation for name, operation in _BY_NAME.items() if hasattr(P, f"{name}_p")
 }
 _OPERATIONS[compat.barrier_p] = lambda params, *operands: list(operands)
+_OPERATIONS[compat.layout_constraint_p] = lambda params, x: x

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from tests.random_statements import BOOL, FLOAT32, INT32, Body, Shared, Value, fill
 
 ROWS = 48
-SIZES = (8, 10, 12, 16, 16, 20, 20, 30, 40, 60)  # statements, of which each is one to ten operations
+SIZES = (8, 10, 10, 12, 12, 16, 16, 20, 30, 60)  # statements, of which each is one to ten operations
 
 _HEAD = """\
 import functools
