@@ -9,16 +9,16 @@ from typing import Any
 
 import hypothesis
 import jax
-import jax.numpy as jnp
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.extend.core import primitives
 
-import remat_opt.write.train_step
-from remat_opt import optimize
-from remat_opt.graph.schedule import Run, Schedule
-from remat_opt.program import compat, inline
-from tests.program_checks import How, any_way, check_compiled, check_rewritten, prepared_of
+import remat_opt.forms
+import remat_opt.prepared
+from remat_opt.program import inline
+from remat_opt.write import train_step
+from tests.program_checks import How, any_way, check_compiled, check_rewritten
 from tests.random_programs import RandomProgram, programs, random_program
 
 def few(count: int) -> Callable:
@@ -53,3 +53,69 @@ def test_large_programs_keep_their_values(seed: int) -> None:
 @given(program=programs(most_statements=12))
 def test_programs_give_their_values_when_they_are_compiled_and_called(program: RandomProgram) -> None:
     hypothesis.event("rewritten" if check_compiled(program, 0.7) else "nothing to gain")
+
+
+# The checks can fail
+
+
+def with_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed runs draw other random numbers."""
+    evaluate = train_step._Writer.evaluate
+
+    def wrongly(self: Any, ops: Any, environment: dict, *, first_run: bool) -> None:
+        for value, found in environment.items():
+            if not first_run and jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key):
+                environment[value] = jax.vmap(lambda key: jax.random.fold_in(key, 1))(found[None])[0]
+        evaluate(self, ops, environment, first_run=first_run)
+
+    monkeypatch.setattr(train_step._Writer, "evaluate", wrongly)
+
+
+def with_values_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed runs take one of their inputs for another one of the same type."""
+    evaluate = train_step._Writer.evaluate
+
+    def wrongly(self: Any, ops: Any, environment: dict, *, first_run: bool) -> None:
+        by_type: dict[Any, list[int]] = {}
+        for value, found in () if first_run else environment.items():
+            by_type.setdefault((found.shape, found.dtype), []).append(value)
+        for one, *others in by_type.values():
+            if others:
+                environment[one], environment[others[0]] = environment[others[0]], environment[one]
+        evaluate(self, ops, environment, first_run=first_run)
+
+    monkeypatch.setattr(train_step._Writer, "evaluate", wrongly)
+
+
+def with_a_term_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of cotangents have one term only."""
+    does_nothing = inline._does_nothing
+    monkeypatch.setattr(
+        inline, "_does_nothing", lambda equation: does_nothing(equation) or equation.primitive is primitives.add_jaxvals_p
+    )
+
+
+def with_weak_types_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are what they are in NumPy."""
+    write = remat_opt.prepared.write
+    monkeypatch.setattr(
+        remat_opt.prepared, "write", lambda *args: [jax.lax.convert_element_type(x, x.dtype) for x in write(*args)]
+    )
+
+
+def with_a_higher_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes a schedule of more memory for one of less."""
+    monkeypatch.setattr(
+        remat_opt.forms.Found, "peak", property(lambda self: 10 * self.solution.peak if self.solution.schedule.recomputed else self.solution.peak)
+    )
+
+
+@pytest.mark.parametrize(
+    "mistake", [with_another_key, with_values_exchanged, with_a_term_dropped, with_weak_types_lost, with_a_higher_peak]
+)
+def test_mistakes_are_noticed(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    source = random.Random("mistakes")
+    with pytest.raises(AssertionError, match="result|peak"):
+        for _ in range(40):
+            check_rewritten(random_program(source, 16), How("cpu", "chen", None))

@@ -116,9 +116,9 @@ def bind_remat(jaxpr: Any, inputs: Sequence[Any], through_barrier: Sequence[bool
         through_barrier: for each input whether the lowering takes it through the `optimization_barrier`.
         policy: the policy that the equation carries; it is not consulted any more.
     """
-    return remat_p.bind(
-        *inputs, jaxpr=jaxpr, prevent_cse=tuple(map(bool, through_barrier)), differentiated=True, policy=policy
-    )
+    # Said of all at once where it can be: `checkify` gives an equation more inputs than a tuple is of.
+    prevent_cse = True if all(through_barrier) else tuple(map(bool, through_barrier))
+    return remat_p.bind(*inputs, jaxpr=jaxpr, prevent_cse=prevent_cse, differentiated=True, policy=policy)
 
 
 def covered_by_barrier(params: dict[str, Any], count: int) -> tuple[bool, ...]:
@@ -225,8 +225,9 @@ def input_variables(jaxpr: Any) -> list[Any]:
 
 
 def jaxprs_in(params: dict[str, Any]) -> list[Any]:
-    """All jaxprs, open or closed, among an equation's parameters."""
-    return list(extend_core.jaxprs_in_params(params))
+    """All jaxprs among an equation's parameters, closed ones with their constants."""
+    among = [one for value in params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    return [one for one in among if isinstance(one, (Jaxpr, ClosedJaxpr))]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
