@@ -28,7 +28,7 @@ import jax
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
 from remat_opt.falling_back import as_given_after, failure_note, has_failed, unread
 from remat_opt.plan import Plan
-from remat_opt.planning import Decision, decide, runs_as_given
+from remat_opt.planning import Decision, decide, made_elsewhere, runs_as_given
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
@@ -402,6 +402,8 @@ class OptimizedFunction:
                 return  # it fits as it was given
             self._warn(f"{self._name}: {plan.note}; the step runs as it was given")
             return
+        if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
+            self._warn(f"{self._name}: {elsewhere} and were not checked here")
         attached = resolve_target(None).name
         if plan.target != attached:
             self._warn(
