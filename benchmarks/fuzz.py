@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import os
 import random
 import resource
 import sys
+import time
 import traceback
 import warnings
 from collections import Counter
@@ -86,16 +88,21 @@ def main() -> int:
     parser.add_argument("--programs", type=int, default=2000, help="how many random programs")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other programs")
     parser.add_argument("--start", type=int, default=0, help="number of the first one")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further program after so long")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     console = Console()
     numbers = range(arguments.start, arguments.start + arguments.programs)
     failures: list[Failure] = []
     counts: Counter[str] = Counter()
+    began = time.monotonic()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("programs", total=len(numbers))
         for number in numbers:
+            if time.monotonic() - began > 60 * arguments.minutes:
+                console.print(f"stopped before program {number}; go on with --start {number}")
+                break
             program, how, statements = drawn(arguments.seed, number)
             counts["programs"] += 1
             try:
@@ -106,6 +113,8 @@ def main() -> int:
                 failures.append(failure_of(arguments.seed, number, statements, error))
                 console.print(f"program {number} failed: {type(error).__name__}: {str(error)[:300]}", markup=False)
             progress.update(task, advance=1, description=f"{counts['rewritten']} rewritten, {len(failures)} failed")
+            if not console.is_terminal and counts["programs"] % 100 == 0:
+                console.print(f"{counts['programs']} programs, {counts['rewritten']} rewritten, {len(failures)} failed")
             if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MOST_MEMORY and number % 50 == 0:
                 jax.clear_caches()
     report(console, arguments.seed, counts, failures)

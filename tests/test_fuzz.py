@@ -9,6 +9,8 @@ from typing import Any
 
 import hypothesis
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -16,9 +18,12 @@ from jax.extend.core import primitives
 
 import remat_opt.forms
 import remat_opt.prepared
-from remat_opt.program import inline
+from remat_opt.prepared import prepare
+from remat_opt.program import compat, inline
+from remat_opt.program.capture import capture
+from remat_opt.targets import resolve_target
 from remat_opt.write import train_step
-from tests.program_checks import How, any_way, check_compiled, check_rewritten
+from tests.program_checks import How, any_way, check_compiled, check_rewritten, found_for
 from tests.random_programs import RandomProgram, programs, random_program
 
 def few(count: int) -> Callable:
@@ -119,3 +124,53 @@ def test_mistakes_are_noticed(mistake: Callable[[pytest.MonkeyPatch], None], mon
     with pytest.raises(AssertionError, match="result|peak"):
         for _ in range(40):
             check_rewritten(random_program(source, 16), How("cpu", "chen", None))
+
+
+# What was found
+
+
+def test_a_renewed_key_takes_the_place_of_a_donated_one_on_gpus() -> None:
+    """Updated weights are given a layout; keys have none that can be given, and the step could not be lowered."""
+
+    def step(state: dict, x: jax.Array) -> Any:
+        key, of_mask = jax.random.split(state["key"])
+
+        def loss(weights: list) -> jax.Array:
+            h = jnp.where(jax.random.bernoulli(of_mask, 0.8, x.shape), x, 0)
+            for w in weights:
+                h = jnp.sin(h @ w)
+            return jnp.mean(h**2)
+
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], jax.grad(loss)(state["weights"]))
+        return {"key": key, "weights": weights}
+
+    state = {"key": jax.random.key(0), "weights": [jnp.eye(8)] * 6}
+    captured = capture(jax.jit(step, donate_argnums=0), (state, jnp.ones((64, 8))), {})
+    prepared = prepare(captured, resolve_target("h200"))
+    found = found_for(prepared, How("h200", "auto", None))
+    assert not found.runs_as_given
+    jax.jit(lambda *leaves: found.prepared.emit(found.solution, leaves)).lower(*captured.input_avals).compile()
+
+
+def test_arrays_that_a_branch_closes_over_are_found_where_its_memory_is_foreseen() -> None:
+    """The branches' jaxprs were looked at without their constants, and planning failed."""
+
+    def rule(h: jax.Array) -> jax.Array:
+        return h * jnp.asarray(np.linspace(1, 2, 8), jnp.float32)
+
+    custom = jax.custom_vjp(rule)
+    custom.defvjp(lambda h: (rule(h), h), lambda h, g: (g * jnp.cos(h),))
+
+    def step(w: jax.Array, x: jax.Array, flag: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            h = x
+            for _ in range(4):
+                h = jax.lax.cond(flag, custom, jnp.sin, jnp.sin(h @ w))
+            return jnp.mean(h**2)
+
+        return w - jax.grad(loss)(w)
+
+    captured = capture(jax.jit(step), (jnp.eye(8), jnp.ones((64, 8)), jnp.array(True)), {})
+    branches = [one.params["branches"] for one in captured.program.equations if one.primitive is primitives.cond_p]
+    assert any(compat.constants_of(branch) for pair in branches for branch in pair)
+    assert prepare(captured, resolve_target("cpu")).problem.plain.peak > 0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -25,37 +24,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
-LOWEST_JAX = (0, 10)
-HIGHEST_JAX = (0, 12)
-
 Literal = extend_core.Literal
 Var = extend_core.Var
 DropVar = extend_core.DropVar
 Jaxpr = extend_core.Jaxpr
 ClosedJaxpr = extend_core.ClosedJaxpr
 
-
-def check_jax_version(version: str = jax.__version__) -> None:
-    """Refuse a JAX that is too old, warn about one that is newer than was tested.
-
-    Raises:
-        ImportError: `version` is below `LOWEST_JAX`; the message says what to install.
-    """
-    found = tuple(int(part) for part in version.split(".")[:2])
-    lowest, highest = (".".join(map(str, bound)) for bound in (LOWEST_JAX, HIGHEST_JAX))
-    if found < LOWEST_JAX:
-        raise ImportError(
-            f'remat_opt needs jax {lowest} to {highest}, found {version}; write: pip install "jax>={lowest},<0.13"'
-        )
-    if found > HIGHEST_JAX:
-        warnings.warn(
-            f"remat_opt was tested with jax {lowest} to {highest}, found {version}: results stay right where JAX's "
-            "jaxprs keep their meaning, memory may differ",
-            stacklevel=2,
-        )
-
-
-check_jax_version()  # before anything is read that an old JAX may not have
 
 # Primitives, by the object. Those without a public name are read off the jaxpr of a public function, once.
 
