@@ -30,7 +30,9 @@ def apply_in_numpy(equation: Any, arguments: Sequence[Any]) -> list[Any] | None:
     if found is None:
         return None
     found = found if isinstance(found, list) else [found]
-    return [np.ascontiguousarray(value, aval.dtype).reshape(aval.shape) for value, aval in zip(found, results, strict=True)]
+    return [
+        np.ascontiguousarray(value, aval.dtype).reshape(aval.shape) for value, aval in zip(found, results, strict=True)
+    ]
 
 
 def _is_strange(aval: Any) -> bool:
@@ -89,7 +91,7 @@ def _iota(params: dict) -> np.ndarray:
 
 
 def _select(params: dict, which: np.ndarray, *cases: np.ndarray) -> np.ndarray:
-    return np.choose(which.astype(np.int32), cases) if len(cases) != 2 else np.where(which.astype(bool), cases[1], cases[0])
+    return np.where(which, *cases[::-1]) if len(cases) == 2 else np.choose(which, cases)
 
 
 def _float_only(operation: Callable) -> Callable:

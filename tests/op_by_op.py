@@ -22,8 +22,10 @@ Apply = Callable[[Any, Values], "Values | None"]
 
 
 def run_op_by_op(closed: Any, arguments: Values, apply: Apply = lambda equation, arguments: None) -> list[Any]:
-    """The results of a closed jaxpr; calls, checkpoints, loops and branches are entered, whatever else is one op, as are
-    loops that were batched together with their conditions."""
+    """The results of a closed jaxpr; calls, checkpoints, loops and branches are entered, whatever else is one op.
+
+    So is a loop that was batched together with its condition.
+    """
     return _OpByOp(apply).closed(closed, arguments)
 
 

@@ -76,7 +76,9 @@ def check_rewritten(program: RandomProgram, how: How) -> bool:
     if found.runs_as_given:
         return False
     given = prepared.captured.traced.jaxpr
-    written = jax.make_jaxpr(lambda *leaves: found.prepared.emit(found.solution, leaves))(*prepared.captured.input_avals)
+    written = jax.make_jaxpr(lambda *leaves: found.prepared.emit(found.solution, leaves))(
+        *prepared.captured.input_avals
+    )
     core.check_jaxpr(compat.bare_jaxpr(written))
     assert types_of(written) == types_of(given), f"types of results: {types_of(written)}, expected {types_of(given)}"
     leaves = [as_array(leaf) for leaf in jax.tree.leaves(program.arguments())]
@@ -109,13 +111,17 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
     """The same bits; two that are no number are equal."""
     for index, (one, other) in enumerate(zip(found, expected, strict=True)):
         one, other = as_array(one), as_array(other)
-        assert (one.shape, one.dtype) == (other.shape, other.dtype), f"result {index}: {one.aval}, expected {other.aval}"
+        assert (one.shape, one.dtype) == (other.shape, other.dtype), (
+            f"result {index}: {one.aval}, expected {other.aval}"
+        )
         if bits(one) != bits(other):
             numbers = [np.asarray(value, np.float64) for value in (one, other)]
             if np.array_equal(*numbers, equal_nan=True):
                 continue
             worst = float(np.nanmax(np.abs(numbers[0] - numbers[1])))
-            raise AssertionError(f"result {index} ({one.aval}) differs by up to {worst} of {np.nanmax(np.abs(numbers[1]))}")
+            raise AssertionError(
+                f"result {index} ({one.aval}) differs by up to {worst} of {np.nanmax(np.abs(numbers[1]))}"
+            )
 
 
 # Without fused multiply-adds, and with bfloat16 rounded wherever it is written so, most of what XLA:CPU does to a group

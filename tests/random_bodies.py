@@ -35,7 +35,8 @@ def scan_over_layers(body: Body) -> None:
         carried.append(count)
     carry = [inside(body, value) for value in carried]
     weights = [Value(body.name("w"), (width, width), FLOAT32), Value(body.name("b"), (width,), FLOAT32)]
-    layer, turn, out, h_in = function(body, "layer", [*carry, *weights], h), body.name("turn"), body.name(), carry[0].name
+    layer = function(body, "layer", [*carry, *weights], h)
+    turn, out, h_in = body.name("turn"), body.name(), carry[0].name
     renewed = {"key": "jax.random.split({})[0]", INT32: "{} + 1"}
     after = ", ".join(("h", *(renewed[value.dtype].format(value.name) for value in carry[1:])))
     ys = body.source.choice(("None", h_in, "h", "(h, None)", "h.mean()", f"({h_in}, h)"))
@@ -131,7 +132,7 @@ _DERIVATIVES = (
 
 
 def wrapped(body: Body) -> None:
-    """A function under one of JAX's transforms: checkpoints, calls, batches, and derivatives inside the forward pass."""
+    """A function under one of JAX's transforms: checkpoints, calls, batches, derivatives in the forward pass."""
     if h := carry_of(body):
         form = body.source.choice((*_WRAPPERS, *_DERIVATIVES))
         body.new(form.format(f=of_one(body, h, "fun"), h=h.name), h.shape, h.dtype)

@@ -14,8 +14,9 @@ import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from tests.random_bodies import KINDS
 from hypothesis import strategies as st
+
+from tests.random_bodies import KINDS
 from tests.random_statements import BOOL, FLOAT32, INT32, Body, Shared, Value, fill
 
 ROWS = 48
@@ -104,8 +105,19 @@ def _loss_of(body: Body) -> str:
 
 
 def _tree_of(body: Body) -> str:
-    """Auxiliary results of all kinds: integers, booleans, keys, None, constants, the same twice, arguments, nothing."""
-    leaves = ["None", "3", "True", "2.5", "np.int16(4)", "jnp.zeros((3,))", "jnp.arange(4)", "batch['x']", "x[:0]", "()"]
+    """Auxiliary results of all kinds: integers, booleans, keys, None, constants, arguments, nothing, the same twice."""
+    leaves = [
+        "None",
+        "3",
+        "True",
+        "2.5",
+        "np.int16(4)",
+        "jnp.zeros((3,))",
+        "jnp.arange(4)",
+        "batch['x']",
+        "x[:0]",
+        "()",
+    ]
     leaves += [value.name for value in body.values] * 2
     chosen = [body.source.choice(leaves) for _ in range(body.source.randint(0, 5))]
     return f"[{', '.join((*chosen, *chosen[:1]))}]"

@@ -44,7 +44,7 @@ class Shared:
 
 
 class Body:
-    """Statements of a function, with the values that they may read; constants stand for parameters if it is `closed`."""
+    """Statements of a function, with the values that they may read; if `closed`, constants stand for parameters."""
 
     def __init__(self, source: random.Random, width: int, shared: Shared, depth: int = 0, closed: bool = False):
         self.source = source
@@ -145,17 +145,22 @@ jnp.tanh({a}) ** 3|jnp.where({a} > 0.1, {a}, 0.5 * {a})|lax.optimization_barrier
 lax.reduce_precision({a}, 8, 7)|jnp.round({a} * 4) / 4|jnp.sinc({a})|1 / (1 + jnp.square({a}))|jax.jit(jnp.sin)({a})
 checkpoint_name({a}, 'mine')|jnp.abs({a} + 0.1) ** 1.5 / 4|jnp.nan_to_num({a})|jnp.cbrt({a} + 2)
 jax.nn.log_sigmoid({a})|jax.checkpoint(jax.nn.gelu)({a})|jax.named_call(jnp.tanh, name='scope')({a})
-""".replace("\n", "|").strip("|").split("|")
+"""
 _BINARY = """\
 {a} + {b}|{a} - {b}|jnp.tanh({a}) * {b}|0.5 * {a} * jnp.tanh({b})|jnp.maximum({a}, {b})|jnp.minimum({a}, {b})
 jnp.where({a} > {b}, {a}, {b})|{a} / (1 + jnp.square({b}))|jnp.arctan2({a}, 1 + jnp.square({b}))|jnp.logaddexp({a}, {b})
 jnp.where({b} > 0, jnp.sin({a}), jnp.cos({b}))|lax.select({a} > 0.2, {a}, {a}) + {b}|jnp.hypot({a} + 2, {b}) * 0.5
-""".replace("\n", "|").strip("|").split("|")
+"""
+
+
+def forms_in(text: str) -> list[str]:
+    """What stands between bars and ends of lines."""
+    return text.strip().replace("\n", "|").split("|")
 
 
 def unary(body: Body) -> None:
     if a := body.pick():
-        body.new(body.source.choice(_UNARY).format(a=a.name), a.shape, a.dtype)
+        body.new(body.source.choice(forms_in(_UNARY)).format(a=a.name), a.shape, a.dtype)
 
 
 def binary(body: Body) -> None:
@@ -164,7 +169,8 @@ def binary(body: Body) -> None:
         return
     dtype = BFLOAT16 if a.dtype == b.dtype == BFLOAT16 else FLOAT32
     cast = f".astype(jnp.{dtype})"
-    body.new(body.source.choice(_BINARY).format(a=a.name + cast, b=f"jnp.broadcast_to({b.name}{cast}, {a.shape})"), a.shape, dtype)
+    operands = {"a": a.name + cast, "b": f"jnp.broadcast_to({b.name}{cast}, {a.shape})"}
+    body.new(body.source.choice(forms_in(_BINARY)).format(**operands), a.shape, dtype)
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -203,7 +209,9 @@ def attention(body: Body) -> None:
 
 def mixed_product(body: Body) -> None:
     if a := body.pick(lambda v: len(v.shape) == 2 and 0 not in v.shape and v.shape[0] <= 64):
-        expression = f"lax.dot_general({a.name}, {a.name}, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)"
+        expression = (
+            f"lax.dot_general({a.name}, {a.name}, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)"
+        )
         body.new(f"{expression} / {a.shape[0]}", (a.shape[1], a.shape[1]), FLOAT32)
 
 
@@ -218,7 +226,9 @@ def convolution(body: Body) -> None:
         kernel = f"{body.param(3, channels, channels)}.astype(jnp.{a.dtype})"
         more = body.source.choice(("", ", rhs_dilation=(2,)"))
         call = f"lax.conv_general_dilated({a.name}.reshape(2, -1, {channels}), {kernel}, ({stride},), 'SAME'{more}"
-        body.new(f"{call}, dimension_numbers=('NWC', 'WIO', 'NWC'))", (2, -(-a.shape[0] // 2 // stride), channels), a.dtype)
+        body.new(
+            f"{call}, dimension_numbers=('NWC', 'WIO', 'NWC'))", (2, -(-a.shape[0] // 2 // stride), channels), a.dtype
+        )
         return
     depthwise = body.source.random() < 0.4
     kernel = body.param(2, 2, 1 if depthwise else channels, channels)
@@ -235,7 +245,9 @@ def pooling(body: Body) -> None:
     window = (1, *(2 if size > 1 else 1 for size in a.shape[1:-1]), 1)
     shape = tuple(size // by for size, by in zip(a.shape, window, strict=True))
     if body.source.random() < 0.6:
-        expression = f"lax.reduce_window({a.name}, np.array(-np.inf, {a.name}.dtype), lax.max, {window}, {window}, 'VALID')"
+        expression = (
+            f"lax.reduce_window({a.name}, np.array(-np.inf, {a.name}.dtype), lax.max, {window}, {window}, 'VALID')"
+        )
     else:
         zero = f"np.array(0, {a.name}.dtype)"
         expression = f"lax.reduce_window({a.name}, {zero}, lax.add, {window}, {window}, 'VALID') / {math.prod(window)}"
@@ -245,16 +257,21 @@ def pooling(body: Body) -> None:
 # Reductions and what goes along an axis
 
 _REDUCTIONS = (
-    "{a}.mean({i}, keepdims={k})", "{a}.max({i}, keepdims={k})", "{a}.min({i}, keepdims={k})",
-    "{a}.sum({i}, keepdims={k}) / {n}", "jax.nn.logsumexp({a}, {i}, keepdims={k}) / 2",
-    "{a}.var({i}, keepdims={k})", "jnp.sqrt({a}.var({i}, keepdims={k}) + 0.1)",
+    "{a}.mean({i}, keepdims={k})",
+    "{a}.max({i}, keepdims={k})",
+    "{a}.min({i}, keepdims={k})",
+    "{a}.sum({i}, keepdims={k}) / {n}",
+    "jax.nn.logsumexp({a}, {i}, keepdims={k}) / 2",
+    "{a}.var({i}, keepdims={k})",
+    "jnp.sqrt({a}.var({i}, keepdims={k}) + 0.1)",
     "jnp.prod(1 + 0.05 * jnp.tanh({a}), {i}, keepdims={k})",
 )
 _ALONG = (
     "jnp.cumsum({a}, {i}) / {n}", "jax.nn.softmax({a}, {i})", "jax.nn.log_softmax({a}, {i}) / 4", "jnp.flip({a}, {i})",
     "jnp.sort({a}, {i})", "jnp.roll({a}, 1, {i})", "lax.cummax({a}, {i})", "lax.cumlogsumexp({a}, {i}) / 4",
     "lax.associative_scan(jnp.add, {a}, axis={i}) / {n}", "jax.nn.standardize({a}, {i}, epsilon=0.1) / 2",
-    "jnp.take_along_axis({a}, jnp.argsort({a}, {i}), {i})", "lax.associative_scan(jnp.maximum, {a}, axis={i}, reverse=True)",
+    "jnp.take_along_axis({a}, jnp.argsort({a}, {i}), {i})",
+    "lax.associative_scan(jnp.maximum, {a}, axis={i}, reverse=True)",
     "({a} - {a}.mean({i}, keepdims=True)) * lax.rsqrt({a}.var({i}, keepdims=True) + 0.1)",
     "jnp.concatenate([lax.slice_in_dim({a}, 1, None, axis={i}), lax.slice_in_dim({a}, 0, 1, axis={i})], {i})",
     "jnp.where(lax.broadcasted_iota(jnp.int32, {s}, {i}) % 2 == 0, {a}, 0.5)",
@@ -325,7 +342,11 @@ def cut_and_join(body: Body) -> None:
         return
     n, rest = a.shape[0], a.shape[1:]
     half = n // 2
-    choices = [((half, *rest), f"{a.name}[:{half}]"), ((-(-n // 2), *rest), f"{a.name}[::2]"), ((0, *rest), f"{a.name}[:0]")]
+    choices = [
+        ((half, *rest), f"{a.name}[:{half}]"),
+        ((-(-n // 2), *rest), f"{a.name}[::2]"),
+        ((0, *rest), f"{a.name}[:0]"),
+    ]
     choices.append(((n + 2, *rest), f"jnp.pad({a.name}, ((1, 1), *[(0, 0)] * {len(rest)}))"))
     if same := body.pick(lambda v: len(v.shape) == len(a.shape) and v.shape[1:] == rest and v.dtype == a.dtype):
         if same.shape[0] + n <= 128:
@@ -414,7 +435,9 @@ def masked(body: Body) -> None:
 
 def split_key(body: Body) -> None:
     if key := body.pick(dtype="key"):
-        expression = body.source.choice(("jax.random.split({k})[1]", "jax.random.fold_in({k}, 3)", "jax.random.split({k}, 3)[0]"))
+        expression = body.source.choice(
+            ("jax.random.split({k})[1]", "jax.random.fold_in({k}, 3)", "jax.random.split({k}, 3)[0]")
+        )
         body.new(expression.format(k=key.name), (), "key")
 
 
