@@ -84,7 +84,7 @@ def failure_of(seed: int, number: int, statements: int, error: Exception) -> Fai
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--programs", type=int, default=2000, help="how many random programs")
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other programs")
     parser.add_argument("--start", type=int, default=0, help="number of the first one")

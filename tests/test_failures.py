@@ -172,5 +172,5 @@ def test_what_goes_wrong_while_the_step_runs_is_the_users() -> None:
     assert not optimized.plan(PARAMS, X).is_plain
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(jax.errors.JaxRuntimeError, match="the loss is not finite"):
+        with pytest.raises(Exception, match="the loss is not finite"):  # which exception depends on the release of JAX
             jax.block_until_ready(optimized(PARAMS, X * jnp.inf))
