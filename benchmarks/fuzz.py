@@ -17,6 +17,7 @@ import math
 import os
 import random
 import resource
+import signal
 import sys
 import time
 import traceback
@@ -40,6 +41,7 @@ from tests.random_programs import SIZES, RandomProgram, random_program
 
 MOST_MEMORY = 3 << 30  # bytes, above which compiled operations are forgotten
 COMPILED = 10  # one in so many
+MOST_SECONDS = 300  # for one program; one that takes longer has failed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,10 +64,19 @@ def drawn(seed: int, number: int, statements: int | None = None) -> tuple[Random
 
 def check(program: RandomProgram, how: How, number: int) -> bool:
     """Whether a program was rewritten; raises where anything is wrong."""
-    rewritten = check_rewritten(program, how)
-    if rewritten and number % COMPILED == 0:
-        check_compiled(program, 0.7)
-    return rewritten
+    signal.signal(signal.SIGALRM, too_long)
+    signal.alarm(MOST_SECONDS)
+    try:
+        rewritten = check_rewritten(program, how)
+        if rewritten and number % COMPILED == 0:
+            check_compiled(program, 0.7)
+        return rewritten
+    finally:
+        signal.alarm(0)
+
+
+def too_long(*_: object) -> None:
+    raise TimeoutError(f"planning, writing and running one small program took more than {MOST_SECONDS} s")
 
 
 def failure_of(seed: int, number: int, statements: int, error: Exception) -> Failure:
