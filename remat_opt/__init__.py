@@ -9,6 +9,7 @@ first used, for Flax modules.
 import importlib as _importlib
 from typing import Any as _Any
 
+from remat_opt import supported as _supported  # noqa: F401, first of all: it refuses a JAX that is too old
 from remat_opt.api import frontier, measure, optimize
 from remat_opt.budget import InfeasibleBudget
 from remat_opt.checkpointing import NamesPolicy, checkpoint, policy

@@ -9,8 +9,9 @@ from typing import Any
 import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt
+from remat_opt.jit_options import merge_options
 from remat_opt.measuring import Measurement, measure_step
-from remat_opt.optimized import OptimizedFunction, merge_options
+from remat_opt.optimized import OptimizedFunction
 from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.plan import Plan
 from remat_opt.program import compat

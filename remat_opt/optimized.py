@@ -28,8 +28,9 @@ import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
+from remat_opt.falling_back import as_given_after, failure_note, has_failed, unread
 from remat_opt.plan import Plan
-from remat_opt.planning import Decision, decide, run_as_given, runs_as_given
+from remat_opt.planning import Decision, decide, made_elsewhere, runs_as_given
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
@@ -38,7 +39,7 @@ from remat_opt.search import Solution
 from remat_opt.settings import Settings
 from remat_opt.targets import CompilationOutOfMemory, Figures, Target, measure_flat, read_figures, resolve_target
 from remat_opt.targets.errors import compiler_error
-from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
+from remat_opt.targets.options import compiler_options_for, platform_of
 from remat_opt.write.differentiable import with_derivative_of
 
 
@@ -68,6 +69,7 @@ class OptimizedFunction:
         self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
         self._written: dict[int, Solution] = {}  # what the present jit has traced, by the same key
         self._with_ours = False  # whether the present jit has our compiler options
+        self._proven: set[int] = set()  # where errors are not to be raised, what was compiled, by the same key
         self._lock = threading.RLock()
         self._handed = threading.local()
         self._told: set[str] = set()
@@ -115,7 +117,7 @@ class OptimizedFunction:
                 raise
         if delegate := self._for_modules(args, kwargs):
             return delegate(*args, **kwargs)
-        return self._with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs)
+        return self._with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs, compiling=True)
 
     def _for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
         """What stands in for this function from the first call with an nnx module on: the same through `nnx.jit`."""
@@ -189,14 +191,37 @@ class OptimizedFunction:
 
     # Planning on a miss
 
-    def _with_plan(self, use: Callable[[Any], Any], args: tuple, kwargs: dict) -> Any:
+    def _with_plan(self, use: Callable[[Any], Any], args: tuple, kwargs: dict, *, compiling: bool = False) -> Any:
         try:
             return use(self._jitted or self._make_jitted())
         except _PlanNeeded:
             pass  # leave the handler, so that later errors do not carry it
         decision = self._decision(args, kwargs)
+        if self._settings.on_error == "plain" and not decision.runs_as_given:
+            decision = self._prove(decision, args, kwargs, compiling)
         with self._hand(decision.prepared, decision.solution):
             return use(self._jitted or self._make_jitted())
+
+    def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
+        """The decision if it can be written, and compiled where asked, else to run the step as it was given. A call
+        uses what was compiled here."""
+        key = id(decision.prepared.captured.traced.jaxpr)
+        stage = "writing"
+        try:
+            with self._hand(decision.prepared, decision.solution):
+                lowered = (self._jitted or self._make_jitted()).lower(*args, **kwargs)
+                stage = "compiling"
+                if compiling:
+                    lowered.compile()
+                    self._proven.add(key)
+        except Exception as error:
+            with self._lock:
+                decision = as_given_after(error, f"{stage} the rewritten step", decision.prepared, self._settings)
+                if key in self._decisions:
+                    self._decisions[key] = decision
+                self._forget_compiled(any(not one.runs_as_given for one in self._decisions.values()))
+            self._tell(decision)
+        return decision
 
     def _decision(self, args: tuple, kwargs: dict) -> Decision:
         with self._lock:
@@ -208,9 +233,17 @@ class OptimizedFunction:
             decisions = self._provisional if provisional else self._decisions
             if key in decisions:
                 return decisions[key]
-            prepared = self._prepare(traced, args, kwargs)
+            try:
+                prepared, failure = self._prepare(traced, args, kwargs), None
+            except Exception as error:
+                if self._settings.on_error == "raise":
+                    raise
+                prepared, failure = unread(traced, self.target), error
             prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
-            decision = self._decide(prepared, args, kwargs)
+            if failure is None:
+                decision = self._decide(prepared, args, kwargs)
+            else:
+                decision = as_given_after(failure, "reading the step", prepared, self._settings)
             self._tell(decision)
             if not prepared.captured.closed_over:
                 decisions[key] = decision
@@ -244,7 +277,7 @@ class OptimizedFunction:
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise
-            return run_as_given(prepared, self._settings, f"planning failed: {type(error).__name__}: {error}")
+            return as_given_after(error, "planning", prepared, self._settings)
 
     def _measure(self, args: tuple, kwargs: dict, prepared: Prepared, solution: Solution | None) -> Figures:
         """Compile a candidate (None: the step as it was given) for the target."""
@@ -289,6 +322,7 @@ class OptimizedFunction:
     def _forget_compiled(self, with_ours: bool = False) -> None:
         self._jitted = None
         self._written = {}
+        self._proven.clear()
         self._with_ours = with_ours
 
     # Writing, while jax.jit traces
@@ -326,8 +360,11 @@ class OptimizedFunction:
         handed = getattr(self._handed, "candidate", None)
         if handed is not None:
             return handed
-        decision = self._decisions.get(id(traced.jaxpr))
+        key = id(traced.jaxpr)
+        decision = self._decisions.get(key)
         if decision is None:
+            raise _PlanNeeded
+        if self._settings.on_error == "plain" and not decision.runs_as_given and key not in self._proven:
             raise _PlanNeeded
         return decision.prepared, decision.solution
 
@@ -339,14 +376,7 @@ class OptimizedFunction:
         self._written[id(traced.jaxpr)] = solution
         if runs_as_given(prepared, solution):
             return self._fun(*args, **kwargs)
-        try:
-            results = prepared.emit(solution, dynamic_leaves(args, kwargs))
-        except Exception as error:
-            if self._settings.on_error == "raise":
-                raise
-            self._warn(f"writing failed, the step runs as it was given: {type(error).__name__}: {error}")
-            return self._fun(*args, **kwargs)
-        return jax.tree.unflatten(traced.out_tree, results)
+        return jax.tree.unflatten(traced.out_tree, prepared.emit(solution, dynamic_leaves(args, kwargs)))
 
     # Inside another transform
 
@@ -359,8 +389,14 @@ class OptimizedFunction:
                 "called inside another jit, grad, vmap or scan: compiler options cannot be set there, so that nothing "
                 "will be saved on the CPU. Give remat_opt.optimize the outermost function instead of jax.jit"
             )
-        with self._hand(decision.prepared, decision.solution):
-            return self._inner(*args, **kwargs)
+        try:
+            with self._hand(decision.prepared, decision.solution):
+                return self._inner(*args, **kwargs)
+        except Exception as error:
+            if self._settings.on_error == "raise":
+                raise
+            self._warn(f"{self._name}: {failure_note('writing', error)}; the step runs as it was given")
+            return self._plain(*args, **kwargs)
 
     def _write_inside(self, args: tuple, kwargs: dict) -> Any:
         traced = self._plain.trace(*args, **kwargs)
@@ -375,11 +411,12 @@ class OptimizedFunction:
     def _tell(self, decision: Decision) -> None:
         plan = decision.plan
         if plan.is_plain:
-            failed = plan.note.startswith("planning failed")
-            if self._settings.budget.is_promise and not failed:
+            if self._settings.budget.is_promise and not has_failed(plan.note):
                 return  # it fits as it was given
             self._warn(f"{self._name}: {plan.note}; the step runs as it was given")
             return
+        if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
+            self._warn(f"{self._name}: {elsewhere} and were not checked here")
         attached = resolve_target(None).name
         if plan.target != attached:
             self._warn(
@@ -394,21 +431,6 @@ class OptimizedFunction:
         if message not in self._told:
             self._told.add(message)
             warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=callers_level())
-
-
-def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str, Any]:
-    """Options of a jitted function under those that a user adds; compiler options are merged by name."""
-    merged = {**given, **overriding}
-    for kind in ("static", "donate"):
-        # What is said by number replaces what was said by name, and the other way round.
-        if f"{kind}_argnums" in overriding and f"{kind}_argnames" not in overriding:
-            merged.pop(f"{kind}_argnames", None)
-        if f"{kind}_argnames" in overriding and f"{kind}_argnums" not in overriding:
-            merged.pop(f"{kind}_argnums", None)
-    options = merge_compiler_options(given.get("compiler_options") or {}, overriding.get("compiler_options") or {})
-    if options:
-        merged["compiler_options"] = options
-    return merged
 
 
 def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any]:

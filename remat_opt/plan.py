@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import typing
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.schedule import Run, Schedule
@@ -15,6 +16,8 @@ from remat_opt.loops.choice import LoopChoice
 from remat_opt.targets.figures import Figures
 
 SCHEMA = 3
+
+_Record = TypeVar("_Record")
 
 
 class PlanError(ValueError):
@@ -148,10 +151,10 @@ class Plan:
         """
         try:
             document = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # of JSON, of numbers with too many digits, of endless nesting
             raise PlanError(
-                f"expected the JSON text of a plan, as plan.save(path) writes it; it cannot be read at line "
-                f"{error.lineno}: {error.msg}. Plan again with step.plan(*args).save(path)"
+                "expected the JSON text of a plan, as plan.save(path) writes it; it cannot be read: "
+                f"{error}. Plan again with step.plan(*args).save(path)"
             ) from error
         found = document.get("schema") if isinstance(document, dict) else None
         if found != SCHEMA:
@@ -168,10 +171,9 @@ class Plan:
 
     @classmethod
     def _from_document(cls, document: dict[str, Any]) -> Plan:
+        _check_types(document)
         choice = document["choice"]
         saved = tuple(document["saved"])
-        if not all(isinstance(name, str) for name in saved):
-            raise TypeError("saved, where names are expected")
         if _digest_of(document["choice"], document["schedule"], document["loops"]) != document["schedule_digest"]:
             raise ValueError("choice or schedule, which were edited; only the names under saved may be")
         runs = tuple(Run(_from_ranges(run["ops"]), run["recomputed"]) for run in document["schedule"])
@@ -189,9 +191,9 @@ class Plan:
                 tuple(map(int, choice["cuts"])),
             ),
             schedule=Schedule(runs),
-            predicted=Prediction(**document["predicted"]),
-            measured=document["measured"] and Figures.from_json(document["measured"]),
-            plain_measured=document["plain_measured"] and Figures.from_json(document["plain_measured"]),
+            predicted=_typed(Prediction, Prediction(**document["predicted"])),
+            measured=_figures(document["measured"]),
+            plain_measured=_figures(document["plain_measured"]),
             versions=dict(document["versions"]),
             note=document["note"],
             saved_digest=document["saved_digest"],
@@ -231,6 +233,51 @@ def check_fit(plan: Plan, fingerprint: str, inputs: tuple[str, ...], equations: 
     raise PlanError(
         f"expected a plan for this program, got one for another: {what}. Plan again with step.plan(*args).save(path)"
     )
+
+
+# Of the parts that no digest covers.
+_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("fingerprint", "target", "solver", "note", "saved_digest"), (str,)),
+    **dict.fromkeys(("inputs", "saved"), (list,)),
+    **dict.fromkeys(("equations", "loop_bodies"), (int,)),
+    **dict.fromkeys(("measured", "plain_measured"), (dict, type(None))),
+    "budget": (int, float, str, type(None)),
+    "inside_loops": (int, float, type(None)),
+    "predicted": (dict,),
+    "versions": (dict,),
+}
+
+
+def _check_types(document: dict[str, Any]) -> None:
+    for part, types in _TYPES.items():
+        if type(document[part]) not in types:
+            raise TypeError(f"{part}, which is {_shown(document[part])}")
+    for part, values in (
+        ("inputs", document["inputs"]),
+        ("saved", document["saved"]),
+        ("versions", document["versions"].values()),
+    ):
+        for value in values:
+            if not isinstance(value, str):
+                raise TypeError(f"{part}, where text is expected and {_shown(value)} stands")
+
+
+def _figures(values: dict[str, Any] | None) -> Figures | None:
+    return None if values is None else _typed(Figures, Figures.from_json(values))
+
+
+def _typed(cls: type[_Record], record: _Record) -> _Record:
+    """A record whose values have the types that its class says."""
+    for name, hint in typing.get_type_hints(cls).items():
+        value = getattr(record, name)
+        types = typing.get_args(hint) or (hint,)
+        if type(value) not in (*types, int if float in types else None):
+            raise TypeError(f"{name}, which is {_shown(value)}")
+    return record
+
+
+def _shown(value: Any) -> str:
+    return repr(value) if len(repr(value)) < 40 else f"a {type(value).__name__}"
 
 
 def digest(names: tuple[str, ...]) -> str:

@@ -322,11 +322,7 @@ class _Decider:
                 f"expected a schedule of this program, found a damaged one: {error}. Plan again with "
                 "step.plan(*args).save(path)"
             ) from error
-        here = versions()
-        elsewhere = [f"{name} {found}" for name, found in plan.versions.items() if here.get(name) != found]
-        if plan.target != self.given.target.name:
-            elsewhere.append(f"target {plan.target}")
-        note = f"planned with {', '.join(elsewhere)}; its figures are from there" if elsewhere else plan.note
+        note = made_elsewhere(plan, self.given.target.name) or plan.note
         return self.decision(found, plan.measured if not plan.edited else None, note=note)
 
     # Results
@@ -380,6 +376,15 @@ class _Decider:
 def runs_as_given(prepared: Prepared, solution: Solution) -> bool:
     """Whether a solution changes nothing."""
     return Found(prepared, solution).runs_as_given
+
+
+def made_elsewhere(plan: Plan, target: str) -> str:
+    """What a plan was made with that is not what there is here, in words; empty where it was made with the same."""
+    here = versions()
+    elsewhere = [f"{name} {found}" for name, found in plan.versions.items() if here.get(name) != found]
+    if plan.target != target:
+        elsewhere.append(f"target {plan.target}")
+    return f"planned with {', '.join(elsewhere)}; its figures are from there" if elsewhere else ""
 
 
 def solution_of(plan: Plan, prepared: Prepared) -> Solution:

@@ -4,19 +4,29 @@ Two programs that compute the same may still round differently once XLA has fuse
 op there is nothing to fuse: a rewritten step must give the very bits of the step it was made from.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.extend.core import primitives
+
+from remat_opt.program import compat
 
 Values = Sequence[Any]
 
 
-def run_op_by_op(closed: Any, arguments: Values) -> list[Any]:
-    """The results of a closed jaxpr; calls, checkpoints and scans are entered, whatever else is one op."""
-    return _run(closed.jaxpr, closed.consts, arguments)
+Apply = Callable[[Any, Values], "Values | None"]
+"""Does one equation on values, in place of JAX; None where JAX is to do it."""
+
+
+def run_op_by_op(closed: Any, arguments: Values, apply: Apply = lambda equation, arguments: None) -> list[Any]:
+    """The results of a closed jaxpr; calls, checkpoints, loops and branches are entered, whatever else is one op.
+
+    So is a loop that was batched together with its condition.
+    """
+    return _OpByOp(apply).closed(closed, arguments)
 
 
 def bits(value: Any) -> bytes:
@@ -25,39 +35,61 @@ def bits(value: Any) -> bytes:
     return np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
 
 
-def _run(jaxpr: Any, constants: Values, arguments: Values) -> list[Any]:
-    values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
+class _OpByOp:
+    def __init__(self, apply: Apply):
+        self.apply = apply
 
-    def read(atom: Any) -> Any:
-        return atom.val if hasattr(atom, "val") else values[atom]
+    def closed(self, closed: Any, arguments: Values) -> list[Any]:
+        return self.run(closed.jaxpr, closed.consts, arguments)
 
-    for equation in jaxpr.eqns:
-        results = _apply(equation, [read(atom) for atom in equation.invars])
-        values.update(zip(equation.outvars, results, strict=True))
-    return [read(atom) for atom in jaxpr.outvars]
+    def run(self, jaxpr: Any, constants: Values, arguments: Values) -> list[Any]:
+        values = dict(zip((*jaxpr.constvars, *jaxpr.invars), (*constants, *arguments), strict=True))
 
+        def read(atom: Any) -> Any:
+            return atom.val if hasattr(atom, "val") else values[atom]
 
-def _apply(equation: Any, arguments: Values) -> Values:
-    params = equation.params
-    if equation.primitive.name == "scan":
-        return _scan(params, arguments)
-    for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
-        if name in params:
-            inner = params[name]
-            return _run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), arguments)
-    results = equation.primitive.bind(*arguments, **params)
-    return results if equation.primitive.multiple_results else [results]
+        for equation in jaxpr.eqns:
+            results = self.equation(equation, [read(atom) for atom in equation.invars])
+            values.update(zip(equation.outvars, results, strict=True))
+        return [read(atom) for atom in jaxpr.outvars]
 
+    def equation(self, equation: Any, arguments: Values) -> Values:
+        params = equation.params
+        if equation.primitive is primitives.scan_p:
+            return self.scan(params, arguments)
+        if equation.primitive is primitives.while_p and not params["cond_jaxpr"].out_avals[0].shape:
+            return self.turns(params, arguments)
+        if equation.primitive is primitives.cond_p:
+            branches = params["branches"]
+            return self.closed(branches[min(max(int(arguments[0]), 0), len(branches) - 1)], arguments[1:])
+        for name in ("jaxpr", "call_jaxpr", "fun_jaxpr"):
+            if name in params:
+                inner = params[name]
+                return self.run(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), arguments)
+        results = self.apply(equation, arguments)
+        return compat.bind_equation(equation.primitive, params, arguments) if results is None else results
 
-def _scan(params: dict[str, Any], arguments: Values) -> Values:
-    first_carry, first_slice = params["num_consts"], params["num_consts"] + params["num_carry"]
-    constants, carry, stacks = arguments[:first_carry], arguments[first_carry:first_slice], arguments[first_slice:]
-    turns = range(params["length"])
-    slices: list[Values] = []
-    for turn in reversed(turns) if params["reverse"] else turns:
-        results = run_op_by_op(params["jaxpr"], [*constants, *carry, *(stack[turn] for stack in stacks)])
-        carry = results[: params["num_carry"]]
-        slices.append(results[params["num_carry"] :])
-    if params["reverse"]:
-        slices.reverse()
-    return [*carry, *(jnp.stack(stack) for stack in zip(*slices, strict=True))]
+    def scan(self, params: dict[str, Any], arguments: Values) -> Values:
+        first_carry, carried = compat.scan_counts(params)
+        first_slice = first_carry + carried
+        constants, carry, stacks = arguments[:first_carry], arguments[first_carry:first_slice], arguments[first_slice:]
+        turns = range(params["length"])
+        slices: list[Values] = []
+        for turn in reversed(turns) if params["reverse"] else turns:
+            results = self.closed(params["jaxpr"], [*constants, *carry, *(stack[turn] for stack in stacks)])
+            carry = results[:carried]
+            slices.append(results[carried:])
+        if params["reverse"]:
+            slices.reverse()
+        return [*carry, *(self.stack(stack) for stack in zip(*slices, strict=True))]
+
+    def stack(self, values: Values) -> Any:
+        return (np if all(isinstance(value, np.ndarray) for value in values) else jnp).stack(values)
+
+    def turns(self, params: dict[str, Any], arguments: Values) -> Values:
+        first_of_body, first_carried = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
+        test, body = arguments[:first_of_body], arguments[first_of_body:first_carried]
+        carry = arguments[first_carried:]
+        while bool(self.closed(params["cond_jaxpr"], [*test, *carry])[0]):
+            carry = self.closed(params["body_jaxpr"], [*body, *carry])
+        return carry

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -29,37 +28,12 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
-LOWEST_JAX = (0, 10)
-HIGHEST_JAX = (0, 12)
-
 Literal = extend_core.Literal
 Var = extend_core.Var
 DropVar = extend_core.DropVar
 Jaxpr = extend_core.Jaxpr
 ClosedJaxpr = extend_core.ClosedJaxpr
 
-
-def check_jax_version(version: str = jax.__version__) -> None:
-    """Refuse a JAX that is too old, warn about one that is newer than was tested.
-
-    Raises:
-        ImportError: `version` is below `LOWEST_JAX`; the message says what to install.
-    """
-    found = tuple(int(part) for part in version.split(".")[:2])
-    lowest, highest = (".".join(map(str, bound)) for bound in (LOWEST_JAX, HIGHEST_JAX))
-    if found < LOWEST_JAX:
-        raise ImportError(
-            f'remat_opt needs jax {lowest} to {highest}, found {version}; write: pip install "jax>={lowest},<0.13"'
-        )
-    if found > HIGHEST_JAX:
-        warnings.warn(
-            f"remat_opt was tested with jax {lowest} to {highest}, found {version}: results stay right where JAX's "
-            "jaxprs keep their meaning, memory may differ",
-            stacklevel=2,
-        )
-
-
-check_jax_version()  # before anything is read that an old JAX may not have
 
 # Primitives, by the object. Those without a public name are read off the jaxpr of a public function, once.
 
@@ -133,9 +107,9 @@ def bind_remat(jaxpr: Any, inputs: Sequence[Any], through_barrier: Sequence[bool
         through_barrier: for each input whether the lowering takes it through the `optimization_barrier`.
         policy: the policy that the equation carries; it is not consulted any more.
     """
-    return remat_p.bind(
-        *inputs, jaxpr=jaxpr, prevent_cse=tuple(map(bool, through_barrier)), differentiated=True, policy=policy
-    )
+    # Said of all at once where it can be: `checkify` gives an equation more inputs than a tuple is of.
+    prevent_cse = True if all(through_barrier) else tuple(map(bool, through_barrier))
+    return remat_p.bind(*inputs, jaxpr=jaxpr, prevent_cse=prevent_cse, differentiated=True, policy=policy)
 
 
 def covered_by_barrier(params: dict[str, Any], count: int) -> tuple[bool, ...]:
@@ -159,11 +133,13 @@ def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any])
 
 
 def with_default_layout(array: Any) -> Any:
-    """The same array, row-major in memory from here on.
+    """The same array, row-major in memory from here on; random keys, whose data has dimensions of its own, as they are.
 
     JAX lets XLA choose the layout of an output that comes straight from such a constraint, and then refuses donation
     for it; the barrier stands between the two.
     """
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return array
     constrained = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
     return lax.optimization_barrier(constrained)
 
@@ -271,8 +247,9 @@ def input_variables(jaxpr: Any) -> list[Any]:
 
 
 def jaxprs_in(params: dict[str, Any]) -> list[Any]:
-    """All jaxprs, open or closed, among an equation's parameters."""
-    return list(extend_core.jaxprs_in_params(params))
+    """All jaxprs among an equation's parameters, closed ones with their constants."""
+    among = [one for value in params.values() for one in (value if isinstance(value, tuple) else (value,))]
+    return [one for one in among if isinstance(one, (Jaxpr, ClosedJaxpr))]
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:

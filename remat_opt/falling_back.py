@@ -1,0 +1,50 @@
+"""`on_error="plain"`: where something of ours goes wrong, the step runs as it was given, and the plan says why."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from remat_opt.graph.build import Bridge, bytes_of
+from remat_opt.graph.graph import Graph
+from remat_opt.planning import Decision, run_as_given
+from remat_opt.prepared import Prepared
+from remat_opt.program import compat
+from remat_opt.program.capture import Captured
+from remat_opt.program.inline import Program
+from remat_opt.settings import Settings
+from remat_opt.targets import Target
+
+_FAILED = " failed: "
+
+
+def failure_note(stage: str, error: Exception) -> str:
+    """What a plan says of a stage that failed."""
+    return f"{stage}{_FAILED}{type(error).__name__}: {error}"
+
+
+def has_failed(note: str) -> bool:
+    """Whether a plan's note says that a stage failed."""
+    return _FAILED in note
+
+
+def as_given_after(error: Exception, stage: str, prepared: Prepared, settings: Settings) -> Decision:
+    """The decision to change nothing, after an error in a stage."""
+    note = failure_note(stage, error)
+    try:
+        return run_as_given(prepared.given or prepared, settings, note)
+    except Exception:  # what failed is asked for the plan's figures, too
+        return run_as_given(unread(prepared.captured.traced, prepared.target), settings, note)
+
+
+def unread(traced: Any, target: Target) -> Prepared:
+    """A step that is to run as it was given, of which nothing is known but its inputs: no model is asked of it."""
+    closed_over = compat.closed_over_tracers(traced)
+    avals = tuple(variable.aval for variable in compat.input_variables(traced.jaxpr))
+    program = Program(avals, tuple(range(len(avals))), (), (), ())
+    captured = Captured(traced, program, program, (False,) * len(avals), closed_over)
+    graph = Graph(tuple(map(bytes_of, avals)), (), tuple(range(len(avals))))
+    prepared = Prepared(captured, Bridge(graph, program, (), {}), target, {"graph": 0.0})
+    prepared.__dict__.update(
+        graph_as_given=graph, as_given=0, peak_in_order=0, fingerprint="unread", names=lambda choice: {}
+    )
+    return prepared

@@ -1,0 +1,181 @@
+"""Random training steps, rewritten in many ways: the same values to the bit, the same types, never a higher peak.
+
+`python -m benchmarks.fuzz` runs thousands of them.
+"""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.extend.core import primitives
+
+import remat_opt.forms
+import remat_opt.prepared
+from remat_opt.prepared import prepare
+from remat_opt.program import compat, inline
+from remat_opt.program.capture import capture
+from remat_opt.targets import resolve_target
+from remat_opt.write import train_step
+from tests.program_checks import How, any_way, check_compiled, check_rewritten, found_for
+from tests.random_programs import RandomProgram, programs, random_program
+
+
+def few(count: int) -> Callable:
+    """So many programs, each as slow as it may be."""
+    return hypothesis.settings(max_examples=count, suppress_health_check=list(hypothesis.HealthCheck))
+
+
+def rewritten(program: RandomProgram, how: How) -> None:
+    hypothesis.event("rewritten" if check_rewritten(program, how) else "nothing to gain")
+
+
+@few(40)
+@given(program=programs(most_statements=12), way=st.randoms(use_true_random=False))
+def test_small_programs_keep_their_values_for_any_target_solver_and_budget(program: RandomProgram, way: Any) -> None:
+    rewritten(program, any_way(way))
+
+
+@few(24)
+@given(program=programs(most_statements=20), share=st.sampled_from([None, -1.0, 0.5]))
+def test_programs_keep_their_values_with_the_search_that_users_get(program: RandomProgram, share: float | None) -> None:
+    rewritten(program, How("cpu", "auto", share))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_large_programs_keep_their_values(seed: int) -> None:
+    source = random.Random(f"large/{seed}")
+    for _ in range(6):
+        check_rewritten(random_program(source, source.choice((30, 40, 60))), How("h200", "lower_sets", None))
+
+
+@few(12)
+@given(program=programs(most_statements=12))
+def test_programs_give_their_values_when_they_are_compiled_and_called(program: RandomProgram) -> None:
+    hypothesis.event("rewritten" if check_compiled(program, 0.7) else "nothing to gain")
+
+
+# The checks can fail
+
+
+def with_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed runs draw other random numbers."""
+    evaluate = train_step._Writer.evaluate
+
+    def wrongly(self: Any, ops: Any, environment: dict, *, first_run: bool) -> None:
+        for value, found in environment.items():
+            if not first_run and jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key):
+                environment[value] = jax.vmap(lambda key: jax.random.fold_in(key, 1))(found[None])[0]
+        evaluate(self, ops, environment, first_run=first_run)
+
+    monkeypatch.setattr(train_step._Writer, "evaluate", wrongly)
+
+
+def with_values_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recomputed runs take one of their inputs for another one of the same type."""
+    evaluate = train_step._Writer.evaluate
+
+    def wrongly(self: Any, ops: Any, environment: dict, *, first_run: bool) -> None:
+        by_type: dict[Any, list[int]] = {}
+        for value, found in () if first_run else environment.items():
+            by_type.setdefault((found.shape, found.dtype), []).append(value)
+        for one, *others in by_type.values():
+            if others:
+                environment[one], environment[others[0]] = environment[others[0]], environment[one]
+        evaluate(self, ops, environment, first_run=first_run)
+
+    monkeypatch.setattr(train_step._Writer, "evaluate", wrongly)
+
+
+def with_a_term_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of cotangents have one term only."""
+    does_nothing = inline._does_nothing
+    monkeypatch.setattr(
+        inline,
+        "_does_nothing",
+        lambda equation: does_nothing(equation) or equation.primitive is primitives.add_jaxvals_p,
+    )
+
+
+def with_weak_types_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are what they are in NumPy."""
+    write = remat_opt.prepared.write
+    monkeypatch.setattr(
+        remat_opt.prepared, "write", lambda *args: [jax.lax.convert_element_type(x, x.dtype) for x in write(*args)]
+    )
+
+
+def with_a_higher_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search takes a schedule of more memory for one of less."""
+    monkeypatch.setattr(
+        remat_opt.forms.Found,
+        "peak",
+        property(lambda self: 10 * self.solution.peak if self.solution.schedule.recomputed else self.solution.peak),
+    )
+
+
+@pytest.mark.parametrize(
+    "mistake", [with_another_key, with_values_exchanged, with_a_term_dropped, with_weak_types_lost, with_a_higher_peak]
+)
+def test_mistakes_are_noticed(mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    mistake(monkeypatch)
+    source = random.Random("mistakes")
+    way = How("cpu", "chen", None)
+    with pytest.raises(AssertionError, match=r"result|peak"):
+        any(check_rewritten(random_program(source, 16), way) and False for _ in range(40))
+
+
+# What was found
+
+
+def test_a_renewed_key_takes_the_place_of_a_donated_one_on_gpus() -> None:
+    """Updated weights are given a layout; keys have none that can be given, and the step could not be lowered."""
+
+    def step(state: dict, x: jax.Array) -> Any:
+        key, of_mask = jax.random.split(state["key"])
+
+        def loss(weights: list) -> jax.Array:
+            h = jnp.where(jax.random.bernoulli(of_mask, 0.8, x.shape), x, 0)
+            for w in weights:
+                h = jnp.sin(h @ w)
+            return jnp.mean(h**2)
+
+        weights = jax.tree.map(lambda w, g: w - 0.1 * g, state["weights"], jax.grad(loss)(state["weights"]))
+        return {"key": key, "weights": weights}
+
+    state = {"key": jax.random.key(0), "weights": [jnp.eye(8)] * 6}
+    captured = capture(jax.jit(step, donate_argnums=0), (state, jnp.ones((64, 8))), {})
+    prepared = prepare(captured, resolve_target("h200"))
+    found = found_for(prepared, How("h200", "auto", None))
+    assert not found.runs_as_given
+    jax.jit(lambda *leaves: found.prepared.emit(found.solution, leaves)).lower(*captured.input_avals).compile()
+
+
+def test_arrays_that_a_branch_closes_over_are_found_where_its_memory_is_foreseen() -> None:
+    """The branches' jaxprs were looked at without their constants, and planning failed."""
+
+    def rule(h: jax.Array) -> jax.Array:
+        return h * jnp.asarray(np.linspace(1, 2, 8), jnp.float32)
+
+    custom = jax.custom_vjp(rule)
+    custom.defvjp(lambda h: (rule(h), h), lambda h, g: (g * jnp.cos(h),))
+
+    def step(w: jax.Array, x: jax.Array, flag: jax.Array) -> jax.Array:
+        def loss(w: jax.Array) -> jax.Array:
+            h = x
+            for _ in range(4):
+                h = jax.lax.cond(flag, custom, jnp.sin, jnp.sin(h @ w))
+            return jnp.mean(h**2)
+
+        return w - jax.grad(loss)(w)
+
+    captured = capture(jax.jit(step), (jnp.eye(8), jnp.ones((64, 8)), jnp.array(True)), {})
+    branches = [one.params["branches"] for one in captured.program.equations if one.primitive is primitives.cond_p]
+    assert any(compat.constants_of(branch) for pair in branches for branch in pair)
+    assert prepare(captured, resolve_target("cpu")).problem.plain.peak > 0
