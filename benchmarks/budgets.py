@@ -42,7 +42,7 @@ class Compiler:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, prepared: Any, solution: Any) -> Any:
-        """`remat_opt.planning.Measure`."""
+        """`remat_opt.deciding.Measure`."""
         from remat_opt.program import compat
         from remat_opt.targets import measure_flat
         from remat_opt.targets.options import compiler_options_for

@@ -14,10 +14,11 @@ from remat_opt.api import frontier, measure, optimize
 from remat_opt.budget import InfeasibleBudget
 from remat_opt.checkpointing import NamesPolicy, checkpoint, policy
 from remat_opt.measuring import Measurement
-from remat_opt.optimized import OptimizedFunction, RematWarning
+from remat_opt.optimized import OptimizedFunction
 from remat_opt.pareto import Frontier, FrontierPoint
 from remat_opt.plan import Plan, PlanError
 from remat_opt.report.explain import Explanation
+from remat_opt.warning import RematWarning
 
 __all__ = [
     "Explanation",

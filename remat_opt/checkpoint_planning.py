@@ -13,9 +13,10 @@ import dataclasses
 import itertools
 
 from remat_opt.budget import Budget, parse_budget
+from remat_opt.deciding import Decision
 from remat_opt.forms import Found
 from remat_opt.graph.derive import Choice
-from remat_opt.planning import Decision, decide, decision_of
+from remat_opt.planning import decide, decision_of
 from remat_opt.search import SOLVERS, Solution, Solver
 from remat_opt.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
 from remat_opt.settings import Settings

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 
 from remat_opt.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
-from remat_opt.optimized import RematWarning, callers_level
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured, capture_traced
@@ -29,6 +28,7 @@ from remat_opt.segmentation import Differentiated, differentiate
 from remat_opt.settings import Settings, check_settings
 from remat_opt.static_arguments import StaticArguments
 from remat_opt.targets import Target, resolve_target
+from remat_opt.warning import RematWarning, callers_level
 from remat_opt.write.checkpoint import Layout, evaluate, write_segments
 
 _NOT_GIVEN: Any = object()

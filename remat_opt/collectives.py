@@ -15,7 +15,7 @@ from typing import Any
 import jax
 
 from remat_opt.budget import InfeasibleBudget
-from remat_opt.planning import Decision, Measure
+from remat_opt.deciding import Decision, Measure
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, communicates

@@ -26,10 +26,11 @@ import numpy as np
 
 from remat_opt.api import optimize
 from remat_opt.budget import InfeasibleBudget
-from remat_opt.optimized import OptimizedFunction, RematWarning
+from remat_opt.optimized import OptimizedFunction
 from remat_opt.report.explain import Explanation
 from remat_opt.targets import Figures, read_figures, resolve_target
 from remat_opt.version import __version__
+from remat_opt.warning import RematWarning
 
 SCHEMA = 1
 PLAIN, OPTIMISED, BY_HAND = "plain", "remat_opt", "nn.remat"

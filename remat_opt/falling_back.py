@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from remat_opt.deciding import Decision
 from remat_opt.graph.build import Bridge, bytes_of
 from remat_opt.graph.graph import Graph
-from remat_opt.planning import Decision, run_as_given
+from remat_opt.planning import run_as_given
 from remat_opt.prepared import Prepared
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured

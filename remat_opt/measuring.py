@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import textwrap
-import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -13,13 +12,14 @@ from typing import Any
 import jax
 
 from remat_opt.adapters import AdaptedFunction
-from remat_opt.optimized import OptimizedFunction, RematWarning
+from remat_opt.compiling import compile_elsewhere, compile_here
+from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.report.units import format_bytes, format_change, format_flops, format_seconds
-from remat_opt.targets import CompilationOutOfMemory, Figures, Target, is_attached, measure_flat, read_figures
-from remat_opt.targets.errors import compiler_error
+from remat_opt.targets import CompilationOutOfMemory, Figures, Target, is_attached
 from remat_opt.targets.options import compiler_options_for
+from remat_opt.warning import RematWarning
 
 _WIDTH = 88
 
@@ -145,21 +145,10 @@ def _compile(
 ) -> tuple[Figures | None, CompilationOutOfMemory | None]:
     try:
         if is_attached(target):
-            return _compile_here(jitted, target, args, kwargs), None
+            return compile_here(jitted, target, args, kwargs), None
         return _compile_elsewhere(jitted, step.options, target, rewritten, args, kwargs), None
     except CompilationOutOfMemory as refusal:
         return None, refusal
-
-
-def _compile_here(jitted: Any, target: Target, args: tuple, kwargs: dict) -> Figures:
-    """Compile as a call would be, with all shardings and options."""
-    lowered = jitted.lower(*args, **kwargs)
-    started = time.perf_counter()
-    try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise compiler_error(str(error), target.name, target.platform) from error
-    return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)
 
 
 def _compile_elsewhere(
@@ -167,12 +156,10 @@ def _compile_elsewhere(
 ) -> Figures:
     traced = jitted.trace(*args, **kwargs)
     given = options.get("compiler_options") or {}
-    inputs, outputs = compat.flat_shardings(traced)
-    variables = compat.input_variables(traced.jaxpr)
-    return measure_flat(
+    return compile_elsewhere(
         compat.function_of_jaxpr(traced),
-        [compat.abstract(variable.aval, one) for variable, one in zip(variables, inputs, strict=True)],
-        out_shardings=outputs,
+        [variable.aval for variable in compat.input_variables(traced.jaxpr)],
+        traced,
         donated=[index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
         target=target,
         compiler_options=compiler_options_for(target.platform, given) if rewritten else given,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import inspect
 import threading
 import time
 import types
@@ -28,23 +27,21 @@ import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
+from remat_opt.compiling import compile_elsewhere, compile_here
+from remat_opt.deciding import Decision, runs_as_given
 from remat_opt.falling_back import as_given_after, failure_note, has_failed, unread
 from remat_opt.plan import Plan
-from remat_opt.planning import Decision, decide, made_elsewhere, runs_as_given
+from remat_opt.planning import decide, made_elsewhere
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
 from remat_opt.settings import Settings
-from remat_opt.targets import CompilationOutOfMemory, Figures, Target, measure_flat, read_figures, resolve_target
-from remat_opt.targets.errors import compiler_error
+from remat_opt.targets import CompilationFailed, CompilationOutOfMemory, Figures, Target, resolve_target
 from remat_opt.targets.options import compiler_options_for, platform_of
+from remat_opt.warning import RematWarning, callers_level
 from remat_opt.write.differentiable import with_derivative_of
-
-
-class RematWarning(UserWarning):
-    """Something that a user of `optimize` should know and that leaves results right."""
 
 
 class _PlanNeeded(Exception):
@@ -300,12 +297,11 @@ class OptimizedFunction:
         donated = [index for index, given in enumerate(captured.donated) if given]
         plain = compat.function_of_jaxpr(captured.traced)
         fun = plain if solution is None else functools.partial(_flat_call, prepared, solution)
-        inputs, outputs = compat.flat_shardings(captured.traced)
-        return measure_flat(
+        return compile_elsewhere(
             fun,
-            [compat.abstract(a, s) for a, s in zip(captured.input_avals, inputs, strict=True)],
+            captured.input_avals,
+            captured.traced,
             donated=donated,
-            out_shardings=outputs,
             target=prepared.target,
             compiler_options=compiler_options_for(prepared.target.platform, self._options.get("compiler_options")),
         )
@@ -438,23 +434,9 @@ def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any
 
 
 def _compile(jitted: Any, args: tuple, kwargs: dict, target: Target) -> Figures:
-    lowered = jitted.lower(*args, **kwargs)
-    started = time.perf_counter()
     try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        refusal = compiler_error(str(error), target.name, target.platform)
-        if isinstance(refusal, CompilationOutOfMemory):
-            raise refusal from error
-        raise
-    return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)
-
-
-def callers_level() -> int:
-    """How far up the stack the first frame outside of this package and of JAX is."""
-    level = 1
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("remat_opt", "jax"):
-        frame = frame.f_back
-        level += 1
-    return max(level - 1, 1)
+        return compile_here(jitted, target, args, kwargs)
+    except CompilationFailed as failure:
+        if isinstance(failure, CompilationOutOfMemory) or failure.__cause__ is None:
+            raise
+        raise failure.__cause__ from None  # what a call would say
