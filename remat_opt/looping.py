@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
@@ -28,6 +29,7 @@ def write_loops(
     inside: float | None,
     keep_checkpoints: bool = False,
     platform: str = "",
+    problems: dict[Any, Problem] | None = None,
 ) -> tuple[Program, LoopChoices]:
     """Write a program's loops as was chosen.
 
@@ -40,6 +42,7 @@ def write_loops(
             of what lies between their least and their plain peak.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         platform: the target's.
+        problems: of bodies that were searched before, with what was found; filled here.
 
     Returns:
         The program, the same one where nothing was done, and the choices with the number of such bodies.
@@ -53,7 +56,7 @@ def write_loops(
     share, donated = inside, {given for given, _ in aliases}
 
     def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Body | None:
-        return body_in_segments(body, rates, overwritten, share)
+        return body_in_segments(body, rates, overwritten, share, {} if problems is None else problems)
 
     program, bodies = rewrite_inside(
         program, rates, in_segments, pairs=loops.pairs, donated=donated, keep_checkpoints=keep_checkpoints
@@ -61,7 +64,9 @@ def write_loops(
     return program, dataclasses.replace(loops, inside=inside if bodies else None, bodies=bodies)
 
 
-def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float = 0.0) -> Body | None:
+def body_in_segments(
+    body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float, problems: dict[Any, Problem]
+) -> Body | None:
     """A body that has a forward and a backward pass with a schedule of less memory; None where nothing is gained.
 
     Args:
@@ -69,11 +74,14 @@ def body_in_segments(body: Program, rates: Rates, overwritten: tuple[bool, ...],
         rates: the target.
         overwritten: for each input whether its buffer may be reused: the carry's may.
         share: of what lies between the least and the plain peak, how much it may need.
+        problems: see `write_loops`; forms of a step differ in few of their bodies.
     """
     bridge = build(body, rates, overwritten)
-    problem = Problem(bridge.graph)
     if not bridge.graph.ops:
         return None
+    graph = bridge.graph
+    alike = (graph.sizes, graph.ops, graph.inputs, graph.outputs, graph.aliases, graph.constants)
+    problem = problems.setdefault(alike, Problem(graph))
     solution = SOLVERS["auto"](problem, None)
     if share:
         solution = SOLVERS["auto"](problem, int(solution.peak + share * (problem.plain.peak - solution.peak)))

@@ -67,6 +67,7 @@ class Prepared:
             inside=inside,
             keep_checkpoints=keep_checkpoints,
             platform=self.target.platform,
+            problems=self.problem.memo.setdefault("bodies", {}),
         )
         if program is given:
             same = dataclasses.replace(self, loops=loops)

@@ -198,6 +198,13 @@ def test_options_say_what_the_program_has_then():
     assert pair.options[0].kept_bytes == bytes_between(found.program)[0]
 
 
+@pytest.mark.parametrize("length", [1, 2, 3])
+def test_short_loops_have_options(length):
+    found, _, aliases = captured(lambda: long_lstm(length))
+    for pair in choose(found.program, RATES, aliases).options:
+        assert all(o.choice.chunk is None or o.choice.chunk < length for o in pair.options if o.choice)
+
+
 def test_chunks_that_keep_their_residuals_take_one_forward_pass():
     """Chen et al. 2016 on a loop: far fewer bytes than the carry of every step, for as many FLOPs."""
     found, _, aliases = captured(lambda: long_lstm(400))

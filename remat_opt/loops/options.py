@@ -174,7 +174,7 @@ class _Costs:
     def chunks_with_residuals(self) -> list[tuple[frozenset[int], int]]:
         """Sets of residuals that chunks may keep, with the numbers of steps that then need least, and fewer."""
         length, loop = self.pair.length, self.pair.forward
-        if not recomputation(self.pair, LoopChoice()).carries:
+        if length < 3 or not recomputation(self.pair, LoopChoice()).carries:
             return []
         found = []
         for wanted in (frozenset(self.pair.residuals) - {*loop.body.inputs}, *self.saved_sets()[-1:]):
