@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks import run, variants
+from benchmarks import predicted_memory, run, variants
 from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
 from benchmarks.refresh_readme import results_table
 from benchmarks.results_file import RESULTS, file_of, keep, load
@@ -163,3 +163,23 @@ def test_the_readmes_table_is_made_from_the_kept_results() -> None:
     table = results_table()
     readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
     assert f"<!-- results -->\n{table}\n<!-- end results -->" in readme
+
+
+# MB of temporary memory that were asked for when the project began, for at most 35 % more FLOPs.
+ASKED_MB = {
+    "resnet50, 64, 224 h200": 1350,
+    "resnet152, 16, 224 h200": 420,
+    "densenet121, 32, 224 h200": 520,
+    "densenet201, 16, 224 h200": 336,
+    "vgg16, 64, 224 h200": 3300,
+    "alexnet, 1024, 224 h200": 2400,
+    "resnet50, 64, 224 v5e": 1600,
+    "resnet50, 8, 128 cpu": 95,
+}
+
+
+@pytest.mark.parametrize("key", ASKED_MB)
+def test_the_kept_rows_need_no_more_memory_than_was_asked(key: str) -> None:
+    kept = predicted_memory.load(RESULTS / "predicted_memory.json")[key]
+    assert kept["measured"]["optimized"]["temp_bytes"] <= ASKED_MB[key] * 1e6
+    assert kept["walked_extra_flops"] <= 0.35

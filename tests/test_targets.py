@@ -390,3 +390,9 @@ def test_a_dump_needs_a_process_of_its_own(tmp_path: Path) -> None:
     target = resolve_target("h200")
     with Worker(target) as worker, pytest.raises(ValueError, match="either worker or dump_to, got both"):
         measure_flat(double, SMALL, target=target, worker=worker, dump_to=tmp_path)
+
+
+def test_arguments_that_are_on_no_mesh_are_of_one_device() -> None:
+    (aval,) = jax.make_jaxpr(jnp.sin)(jnp.ones((8, 128))).in_avals
+    assert aval.sharding.num_devices == 0
+    assert measure_flat(lambda x: [jnp.sin(x) @ x.T], [aval], target="h200").output_bytes > 0

@@ -99,7 +99,7 @@ def export_flat(
 def _mesh_of(shardings: Sequence[Any], target: Target) -> Any | None:
     """The mesh that arguments are divided over; None where all of them are of one device."""
     for position, sharding in enumerate(shardings):
-        if sharding is None or sharding.num_devices == 1:
+        if sharding is None or sharding.num_devices <= 1:  # 0 on the empty mesh
             continue
         devices = sharding.num_devices
         if devices != target.devices or not isinstance(sharding, jax.sharding.NamedSharding):
