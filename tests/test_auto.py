@@ -30,8 +30,8 @@ def nine_budgets(problem: Problem) -> list[int]:
 
 
 def assert_never_worse(graph: Graph) -> int:
-    """Compare with every other solver; how often `auto` takes less time."""
-    problem, shorter = Problem(graph), 0
+    """Compare with every other solver; how often `auto` takes less time, or fits where the other does not."""
+    problem, better = Problem(graph), 0
     least = search_of(problem).least_at_any_cost.peak
     answers = {budget: auto(problem, budget) for budget in nine_budgets(problem)}
     for name in OTHERS:
@@ -41,8 +41,8 @@ def assert_never_worse(graph: Graph) -> int:
             assert ours.peak <= budget
             if theirs.peak <= budget:
                 assert ours.extra_seconds <= theirs.extra_seconds * (1 + 1e-9), (name, budget)
-                shorter += ours.extra_seconds < theirs.extra_seconds
-    return shorter
+            better += theirs.peak > budget or ours.extra_seconds < theirs.extra_seconds
+    return better
 
 
 @pytest.mark.parametrize("seed", range(24))

@@ -14,6 +14,7 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import breadth_first, depth_first, greedy
+from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program.inline import inline
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
@@ -179,12 +180,12 @@ def test_a_loop_updates_its_carry_in_place() -> None:
 
 
 def test_tiles_of_a_tpu() -> None:
-    assert tpu.padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
-    assert tpu.padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
-    assert tpu.padded_bytes((16, 1000), 2) == 16 * 1024 * 2
-    assert tpu.padded_bytes((3,), 4) == 512
-    assert tpu.padded_bytes((), 4) == 512
-    assert tpu.padded_bytes((0, 8), 4) == 0
+    assert padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
+    assert padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
+    assert padded_bytes((16, 1000), 2) == 16 * 1024 * 2
+    assert padded_bytes((3,), 4) == 512
+    assert padded_bytes((), 4) == 512
+    assert padded_bytes((0, 8), 4) == 0
 
 
 def test_short_lives_are_spent_on_the_chip() -> None:

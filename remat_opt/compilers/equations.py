@@ -18,9 +18,6 @@ _DEAR = named(
 )
 _DIVISIONS = named("div rem")
 PRODUCTS = named("mul square")
-OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
-    "reduce_window_max reduce_window_min reduce_window_sum"
-)
 RESHAPING = named("reshape squeeze broadcast_in_dim")
 BIASES = named("add sub")
 WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")

@@ -8,10 +8,8 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers import tpu
 from remat_opt.compilers.equations import (
     BIASES,
-    OF_IMAGES,
     PRODUCTS,
     RESHAPING,
     WINDOWED,
@@ -27,6 +25,7 @@ from remat_opt.graph.build import (
     aliases_of,
     bytes_of,
     cpu_conv_copies,
+    images_of,
     is_constant,
     op_of,
     workspace_of,
@@ -34,6 +33,7 @@ from remat_opt.graph.build import (
 )
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
@@ -169,13 +169,7 @@ class Reader:
 
     def in_tiles(self, graph: Graph) -> Graph:
         """The graph with sizes as a TPU stores them."""
-        images = {
-            x
-            for equation in self.program.equations
-            if equation.primitive in OF_IMAGES
-            for x in (*equation.inputs, *equation.outputs)
-            if isinstance(x, int) and len(self.program.avals[x].shape) > 2
-        }
+        images = images_of(self.program)
         sizes = list(graph.sizes)
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:
@@ -183,7 +177,7 @@ class Reader:
             item = compat.item_bytes(aval.dtype)
             if aval.dtype == jnp.float32 and self.is_only_multiplied(graph, value):
                 item = 2
-            sizes[value] = tpu.padded_bytes(aval.shape, item, is_image=value in images)
+            sizes[value] = padded_bytes(aval.shape, item, is_image=value in images)
         return dataclasses.replace(graph, sizes=tuple(sizes))
 
     def is_rectified(self, value: int | Constant) -> bool:

@@ -1,8 +1,6 @@
 """What is particular about a TPU: tiled layouts, narrow operands of products, and memory on the chip.
 
-1. Arrays are stored in tiles of 128 lanes by 8 sublanes of 4 bytes (16 of 2 bytes, 32 of one); the two dimensions that
-   lie in them are padded to multiples. The compiler chooses the dimensions: of an image's array batch and features, of
-   any other those that pad least.
+1. Arrays are stored in tiles (`graph/tiles.py`).
 2. The matrix units multiply bfloat16. A float32 value that only products read is stored as bfloat16.
 3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers, those first that take the
    least room for the shortest time. What is there is no temporary memory of the device.
@@ -14,9 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
-import math
-from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,33 +19,9 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 
-_LANES, _SUBLANES = 128, 8
 # 128 MiB on TPU v5e and v6e, of which 16 MiB are kept for the kernels' own scratch (XLA's `scoped_vmem_limit`).
 ON_CHIP = 112 * 2**20
 TABLE = 16 * 2**10
-
-
-def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False) -> int:
-    """Bytes of an array in tiles.
-
-    Args:
-        shape: its dimensions; of an image (batch, space, features).
-        item: bytes of one element.
-        is_image: whether a convolution makes or reads it.
-    """
-    count = math.prod(shape)
-    if not count:
-        return 0
-    if len(shape) < 2:
-        return item * -(-count // _LANES) * _LANES
-    rows = _SUBLANES * max(4 // item, 1)
-    last = len(shape) - 1
-    pairs = [(last, 0), (0, last)] if is_image and last > 1 else itertools.permutations(range(len(shape)), 2)
-    return item * min(count // (shape[a] * shape[b]) * _up(shape[a], _LANES) * _up(shape[b], rows) for a, b in pairs)
-
-
-def _up(size: int, multiple: int) -> int:
-    return -(-size // multiple) * multiple
 
 
 def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), capacity: int = ON_CHIP) -> Graph:

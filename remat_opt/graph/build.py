@@ -15,6 +15,7 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
+from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
 from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
@@ -47,6 +48,9 @@ MOVES = named(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
     "stop_gradient transpose"
 ) | {compat.pvary_p}
+_OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
+    "reduce_window_max reduce_window_min reduce_window_sum"
+)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -112,6 +116,8 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
         constants=frozenset(constant_equations),
     )
     fusion = fuse(unfused, with_sums=True)
+    if platform == "tpu":
+        fusion = dataclasses.replace(fusion, graph=_in_tiles(fusion.graph, program))
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
     return Bridge(
         fusion.graph,
@@ -212,6 +218,28 @@ def bytes_of(aval: Any) -> int:
     if shape is None or dtype is None:
         return 0
     return math.prod(shape) * compat.item_bytes(dtype)
+
+
+def images_of(program: Program) -> frozenset[int]:
+    """Values that convolutions and pooling make or read: arrays of (batch, space, features)."""
+    return frozenset(
+        x
+        for equation in program.equations
+        if equation.primitive in _OF_IMAGES
+        for x in (*equation.inputs, *equation.outputs)
+        if isinstance(x, int) and len(program.avals[x].shape) > 2
+    )
+
+
+def _in_tiles(graph: Graph, program: Program) -> Graph:
+    """The graph with the sizes of images as a TPU stores them: of few features or a small batch, up to twice as many
+    bytes. That decides where the peak is; all else is padded by little."""
+    images, sizes = images_of(program), list(graph.sizes)
+    for value in images:
+        aval = program.avals[value]
+        if sizes[value]:
+            sizes[value] = padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
+    return dataclasses.replace(graph, sizes=tuple(sizes))
 
 
 def workspace_of(equation: Equation, program: Program, platform: str) -> int:

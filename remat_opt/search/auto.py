@@ -11,22 +11,24 @@ small steps the other solvers' answers join the frontier, too, on larger ones th
 segments there are added, as long as the peak falls.
 
 *Moves.* Each structure and each family's plan is filled: `moves.fill` takes repeats out of the schedule, value by
-value, while the budget allows it. On very small steps `polish.py` looks for schedules of any form.
+value, while the budget allows it. From the least memory of the structures `polish.descend` goes on down, value by value
+at one peak after another; on very small steps `polish.py` looks for schedules of any form for each budget.
 
 Nothing is solved block by block: a table has the costs of all pairs of cuts at once, so that identical blocks cost no
 more than different ones.
 
-The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, of which none is beaten
-in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer
+The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, and between each two of
+these what a descent from the larger finds, of which none is beaten in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer
 is the least memory with at most one extra forward pass of time.
 
-Gaps: ops of first runs keep their order; between two levels nothing is searched.
+Gap: ops of first runs keep their order.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 from remat_opt.graph.derive import Choice
@@ -34,7 +36,7 @@ from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
 from remat_opt.search.families import Families
 from remat_opt.search.forward import turning_point
 from remat_opt.search.moves import fill
-from remat_opt.search.polish import lower, shorten
+from remat_opt.search.polish import descend, lower, shorten
 from remat_opt.search.problem import Priced, Problem, Solution, memory_first, time_first
 from remat_opt.search.remembering import remembered
 from remat_opt.search.watching import done
@@ -50,6 +52,7 @@ _HALVINGS = 3  # of the last level
 _VERY_FEW_OPS = 64  # up to which values are forgotten one by one
 _FEW_OPS = 400  # up to which every model is tried at every turning point, and the other solvers are asked
 _SOME_OPS = 1200  # up to which `rotor` is asked for its least memory, and `lower_sets` for budgets
+_NEXT = 0.99  # times the peak of one schedule is that of the next, in a descent
 _ABOUT = 1.02  # times the least peak is no more memory, about
 _MOST_FILLED = 4  # schedules for one budget that are filled
 
@@ -109,12 +112,24 @@ class Search:
                 middle = (low + high) // 2
                 found.append(self.at(middle, below))
                 low, high = (low, middle) if self.is_one_pass(found[-1]) else (middle, high)
-        return found
+        return [*found, *self.descent(min(filter(self.is_one_pass, found), key=memory_first), self.is_one_pass)]
 
     @functools.cached_property
     def least_at_any_cost(self) -> Solution:
         """The least peak."""
-        return min(self.least_filled, key=memory_first)
+        lowest = min(self.least_filled, key=memory_first)
+        return min((lowest, *self.descent(lowest, lambda _: True)), key=memory_first)
+
+    def descent(self, start: Solution, is_allowed: Callable[[Solution], bool], until: int = 0) -> list[Solution]:
+        """Schedules of less and less peak, some percent from one to the next."""
+        found = [start]
+        for solution in descend(self.problem, start, is_allowed):
+            if solution.peak <= until:
+                break
+            if len(found) > 1 and found[-1].peak > found[-2].peak * _NEXT:
+                found.pop()
+            found.append(solution)
+        return found[1:]
 
     @functools.cached_property
     def most_barriers(self) -> Solution:
@@ -205,7 +220,13 @@ class Search:
     def frontier(self) -> tuple[Solution, ...]:
         """From the least memory to the plain step."""
         levels = [self.at_level(level) for level in range(LEVELS)]
-        return pareto_front([self.problem.plain, *self.low_end, *levels, *self.others])
+        front = pareto_front([self.problem.plain, *self.low_end, *levels, *self.others])
+        between = [solution for pair in itertools.pairwise(front) for solution in self.between(*pair)]
+        return pareto_front([*front, *between])
+
+    def between(self, low: Solution, high: Solution) -> list[Solution]:
+        """From the second schedule towards the memory of the first, value by value, while that takes less time."""
+        return self.descent(high, lambda one: one.extra_seconds < low.extra_seconds, until=low.peak)
 
     @property
     def others(self) -> Iterator[Solution]:

@@ -1,19 +1,19 @@
-"""Small changes of a schedule: an op's repeat taken out, or a value forgotten over a gap and made again behind it.
+"""Small changes of a schedule: an op's repeat taken out.
 
 Searches over segments decide by kind of op and by cut; these moves decide by value, on the simulated schedule itself.
-`fill` uses what a budget leaves: it takes repeats out as long as the schedule fits. `forget` is the opposite move, for
-`polish.py`.
+`fill` uses what a budget leaves: it takes repeats out as long as the schedule fits. The opposite move is in
+`forgetting.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.schedule import Run, Schedule, join_runs
-from remat_opt.search.problem import Occurrences, Problem, Solution
+from remat_opt.search.problem import Problem, Solution
 
 _MOST_PASSES = 4
 
@@ -29,10 +29,10 @@ def without(graph: Graph, schedule: Schedule, taken_out: Collection[int]) -> Sch
         ops = tuple(op for at, op in enumerate(run.ops, index) if at not in taken_out)
         index += len(run.ops)
         runs.append(Run(ops, run.recomputed))
-    return _needed(graph, runs)
+    return needed(graph, runs)
 
 
-def _needed(graph: Graph, runs: Sequence[Run]) -> Schedule:
+def needed(graph: Graph, runs: Sequence[Run]) -> Schedule:
     """Drop repeats whose results are not read before they are made again."""
     live = set(graph.outputs)
     found: list[Run] = []
@@ -129,84 +129,3 @@ class _Kept:
         while self.gone[before]:
             before = self.previous[before]
         return before
-
-
-def forget(problem: Problem, solution: Solution, buffer: int, read: int, *, extend: int) -> Schedule | None:
-    """Forget a buffer before one of its reads and make its value again there.
-
-    What that needs and is forgotten by then is made again with it, or, where that costs no more than `extend` bytes at
-    any moment, kept until there.
-
-    Args:
-        problem: the step.
-        solution: the schedule to change.
-        buffer: index into `solution.liveness.lives`.
-        read: index into the buffer's reads; the gap before it is the one over which the value is forgotten.
-        extend: the bytes below which the peak of the gap has to stay for an operand to be kept.
-
-    Returns:
-        The schedule, or None where the value cannot be made again there.
-    """
-    graph, lives = problem.graph, solution.liveness.lives
-    at = int(lives.reads[lives.reads_start[buffer] + read])
-    every = solution.occurrences
-    reader = int(np.searchsorted(every.position, at))
-    if reader >= len(every.op) or every.position[reader] != at:
-        return None  # the return
-    live = solution.liveness.live.copy()
-    before = int(lives.reads[lives.reads_start[buffer] + read - 1]) if read else int(lives.birth[buffer])
-    live[before + 1 : at] -= lives.size[buffer]
-    newest: dict[int, int] = {}
-    for index, (value, birth) in enumerate(zip(lives.value.tolist(), lives.birth.tolist(), strict=True)):
-        if birth < at or index < len(graph.inputs):
-            newest[value] = index
-    ops: set[int] = set()
-    stack = [int(lives.value[buffer])]
-    there = {*graph.inputs, *graph.outputs}
-    while stack:
-        op = graph.producer[stack.pop()]
-        if op in ops:
-            continue
-        if not graph.ops[op].repeatable:
-            return None
-        ops.add(op)
-        for value in graph.ops[op].inputs:
-            if value in there:
-                continue
-            held = newest[value]
-            until = int(lives.death[held])
-            if held == buffer:
-                until = before
-            if until >= at:
-                continue
-            if int(live[until + 1 : at + 1].max(initial=0)) + int(lives.size[held]) <= extend:
-                live[until + 1 : at + 1] += lives.size[held]
-            else:
-                stack.append(value)
-    place = {op: index for index, op in enumerate(problem.order)}
-    again = tuple(sorted(ops, key=place.__getitem__))
-    return _inserted(graph, solution.schedule, every, reader, again)
-
-
-def _inserted(graph: Graph, schedule: Schedule, every: Occurrences, reader: int, again: Sequence[int]) -> Schedule:
-    """A schedule with a recomputed run before an occurrence."""
-    which = int(every.run[reader])
-    first = reader - int(np.searchsorted(every.run, which))
-    run = schedule.runs[which]
-    parts = [Run(run.ops[:first], run.recomputed), Run(tuple(again), True), Run(run.ops[first:], run.recomputed)]
-    runs = [*schedule.runs[:which], *parts, *schedule.runs[which + 1 :]]
-    return _needed(graph, _joined(runs))
-
-
-def _joined(runs: Iterable[Run]) -> list[Run]:
-    """Neighbouring recomputed runs made one where no op stands in both."""
-    joined: list[Run] = []
-    for run in runs:
-        if not run.ops:
-            continue
-        last = joined[-1] if joined else None
-        if last and run.recomputed and last.recomputed and set(last.ops).isdisjoint(run.ops):
-            joined[-1] = Run(last.ops + run.ops, True)
-        else:
-            joined.append(run)
-    return joined

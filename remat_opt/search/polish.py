@@ -1,22 +1,98 @@
-"""Schedules of any form, for small steps: values forgotten over gaps and made again, one after another.
+"""Schedules of any form: values forgotten over gaps and made again (`forgetting.py`), one after another.
 
-A gap of a buffer is the time between two of its events in which nobody needs it. Forgetting a value over a gap that
-covers the peak lowers it there, and costs a repeat (`moves.forget`). `lower` does so until a budget is met, by a beam
-search; `shorten` exchanges: one value is forgotten, and what that frees is filled (`moves.fill`).
+`descend` does so at one peak after another, on steps of any size. On small steps `lower` does it until a budget is met,
+by a beam search, and `shorten` exchanges: one value is forgotten, and what that frees is filled (`moves.fill`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from remat_opt.search.moves import fill, forget
+from remat_opt.search.forgetting import Forgetting, Gaps
+from remat_opt.search.moves import fill
 from remat_opt.search.problem import Problem, Solution, time_first
 
 _BEAM = 4
 _MOST_STEPS = 24
 _MOST_EXCHANGES = 6
+_LARGEST = 24  # values at one peak of a descent that may be forgotten
+_TRIED_TOGETHER = 4  # of these, simulated
+_EFFECTIVE = 0.25  # of what the change lowers that lowers most
+_MOST_SIMULATED = 4_000_000  # ops of schedules, in one descent
+
+
+def descend(problem: Problem, start: Solution, is_allowed: Callable[[Solution], bool]) -> Iterator[Solution]:
+    """Schedules of less and less peak: in each one value more is forgotten at the peak of the one before.
+
+    Of the changes that lower the peak by not much less than the best of them does, the one that costs least, in time
+    and in FLOPs, for each byte. Where none is left, repeats that this peak has room to save are taken out, once, and
+    what that gives back can be spent again.
+
+    Args:
+        problem: the step.
+        start: where to begin.
+        is_allowed: which schedules may be taken.
+    """
+    solution, filled_at, simulated = start, -1, 0
+    while simulated < _MOST_SIMULATED:
+        found: Solution | None = None
+        for tried in _promising_first(problem, solution):
+            simulated += sum(len(one.liveness.live) for one in tried)
+            lower = [one for one in tried if _height(one) < _height(solution) and is_allowed(one)]
+            if lower:
+                found = _worth_most(problem, solution, lower)
+                break
+        if found is None:
+            if solution.peak == filled_at:
+                return
+            filled_at = solution.peak
+            found = fill(problem, solution, filled_at)
+            if _price(problem, found) >= _price(problem, solution):
+                return
+        yield (solution := found)
+
+
+def _promising_first(problem: Problem, solution: Solution) -> Iterator[list[Solution]]:
+    """Schedules with one value more forgotten at the peak, a few at a time, those that promise most first."""
+    gaps = Gaps(problem, solution)
+    forgettings: dict[Forgetting, None] = {}
+    for gap in gaps.at(solution.liveness.peak_position, most=_LARGEST):
+        for extend in (solution.peak - 1, -1):
+            forgetting = gaps.forget(gap, extend=extend)
+            if forgetting is not None and (forgetting.peak, forgetting.moments) < _height(solution):
+                forgettings[forgetting] = None
+    most = max((solution.peak - one.peak for one in forgettings), default=0)
+
+    def rate(one: Forgetting) -> tuple[bool, float]:
+        price = _part_of_step(problem, one.extra_seconds, one.extra_flops)
+        return solution.peak - one.peak < _EFFECTIVE * most, price / max(solution.peak - one.peak, 1)
+
+    ordered = sorted(forgettings, key=rate)
+    for first in range(0, len(ordered), _TRIED_TOGETHER):
+        yield [gaps.scheduled(one.reader, one.again) for one in ordered[first : first + _TRIED_TOGETHER]]
+
+
+def _height(solution: Solution) -> tuple[int, int]:
+    """The peak, and how often it is reached: of several peaks of one height each has to be lowered."""
+    return solution.peak, int((solution.liveness.live == solution.peak).sum())
+
+
+def _price(problem: Problem, solution: Solution) -> float:
+    return _part_of_step(problem, solution.extra_seconds, solution.schedule.extra_flops(problem.graph))
+
+
+def _part_of_step(problem: Problem, seconds: float, flops: float) -> float:
+    """Time and FLOPs, each as a part of the step's, added."""
+    return seconds / (problem.graph.seconds or 1) + flops / (problem.graph.flops or 1)
+
+
+def _worth_most(problem: Problem, solution: Solution, lower: list[Solution]) -> Solution:
+    most, price = max(solution.peak - one.peak for one in lower), _price(problem, solution)
+    effective = [one for one in lower if solution.peak - one.peak >= _EFFECTIVE * most]
+    rates = {one: (_price(problem, one) - price) / max(solution.peak - one.peak, 1) for one in effective}
+    return min(effective, key=lambda one: (rates[one], _height(one)))
 
 
 def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
@@ -56,25 +132,13 @@ def forgetting(problem: Problem, solution: Solution, budget: int) -> Iterator[So
     What it is made of is kept until then where that stays within the budget, and made again, too, where it does not;
     and, as another schedule, always made again.
     """
-    live = solution.liveness.live
-    above = np.flatnonzero(live > budget)
+    gaps = Gaps(problem, solution)
+    above = np.flatnonzero(solution.liveness.live > budget)
     moment = int(above[0]) if len(above) else solution.liveness.peak_position
-    for buffer, read in _gaps(problem, solution, moment):
-        schedules = (forget(problem, solution, buffer, read, extend=extend) for extend in (budget, -1))
-        for schedule in dict.fromkeys(schedules):
-            if schedule is not None:
-                yield problem.scheduled(schedule, solution.choice)
-
-
-def _gaps(problem: Problem, solution: Solution, moment: int) -> Iterable[tuple[int, int]]:
-    """Buffers that lie idle at a moment, each with the number of the read behind it."""
-    lives = solution.liveness.lives
-    there = (lives.birth < moment) & (lives.death > moment) & (lives.size > 0)
-    for buffer in np.flatnonzero(there).tolist():
-        reads = lives.reads[lives.reads_start[buffer] : lives.reads_start[buffer + 1]]
-        read = int(np.searchsorted(reads, moment))
-        if read < len(reads) and reads[read] > moment:
-            yield buffer, read
+    for gap in gaps.at(moment):
+        found = (gaps.forget(gap, extend=extend) for extend in (budget, -1))
+        for repeats in dict.fromkeys((one.reader, one.again) for one in found if one is not None):
+            yield gaps.scheduled(*repeats)
 
 
 def _promising(found: list[Solution], start: Solution, budget: int) -> list[Solution]:

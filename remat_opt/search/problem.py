@@ -33,6 +33,11 @@ class Problem:
         return early_order(self.graph)
 
     @functools.cached_property
+    def place(self) -> dict[int, int]:
+        """Of each op in `order`."""
+        return {op: index for index, op in enumerate(self.order)}
+
+    @functools.cached_property
     def plain(self) -> Solution:
         """Everything saved, in `order`."""
         schedule = Schedule((Run(self.order),)) if self.order else Schedule(())

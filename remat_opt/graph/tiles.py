@@ -1,0 +1,37 @@
+"""Bytes of an array as a TPU stores it.
+
+Arrays are stored in tiles of 128 lanes by 8 sublanes of 4 bytes (16 of 2 bytes, 32 of one); the two dimensions that lie
+in them are padded to multiples. The compiler chooses the dimensions: of an image's array batch and features, of any
+other those that pad least.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+_LANES, _SUBLANES = 128, 8
+
+
+def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False) -> int:
+    """Bytes of an array in tiles.
+
+    Args:
+        shape: its dimensions; of an image (batch, space, features).
+        item: bytes of one element.
+        is_image: whether a convolution makes or reads it.
+    """
+    count = math.prod(shape)
+    if not count:
+        return 0
+    if len(shape) < 2:
+        return item * -(-count // _LANES) * _LANES
+    rows = _SUBLANES * max(4 // item, 1)
+    last = len(shape) - 1
+    pairs = [(last, 0), (0, last)] if is_image and last > 1 else itertools.permutations(range(len(shape)), 2)
+    return item * min(count // (shape[a] * shape[b]) * _up(shape[a], _LANES) * _up(shape[b], rows) for a, b in pairs)
+
+
+def _up(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple

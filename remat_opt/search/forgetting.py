@@ -1,0 +1,150 @@
+"""A value forgotten over a gap and made again behind it: the move of which `polish.py` makes schedules of any form.
+
+A gap of a buffer is the time between two of its events in which nobody needs it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+
+from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.search.moves import needed
+from remat_opt.search.problem import Problem, Solution
+
+
+class Gap(NamedTuple):
+    """A buffer (index into `Lives`) that lies idle, and the number of the read behind it."""
+
+    buffer: int
+    read: int
+
+
+class Forgetting(NamedTuple):
+    """A value forgotten over one gap.
+
+    Attributes:
+        reader: index of the occurrence before which it is made again.
+        again: the ops that run again there.
+        peak: bytes of the schedule's peak then, without what the repeats need while they run.
+        moments: how often that peak is reached.
+        extra_seconds: of the repeats.
+        extra_flops: of the repeats.
+    """
+
+    reader: int
+    again: tuple[int, ...]
+    peak: int
+    moments: int
+    extra_seconds: float
+    extra_flops: float
+
+
+class Gaps:
+    """The gaps of one schedule, and what forgetting over them does.
+
+    Args:
+        problem: the step.
+        solution: the schedule.
+    """
+
+    def __init__(self, problem: Problem, solution: Solution):
+        self.problem = problem
+        self.solution = solution
+        self.lives = solution.liveness.lives
+
+    def at(self, moment: int, most: int | None = None) -> list[Gap]:
+        """Those that cover a moment; with `most` those of so many of the largest buffers."""
+        lives = self.lives
+        idle = np.flatnonzero((lives.birth < moment) & (lives.death > moment) & (lives.size > 0)).tolist()
+        gaps: list[Gap] = []
+        for buffer in idle if most is None else sorted(idle, key=lambda one: -int(lives.size[one])):
+            reads = lives.reads[lives.reads_start[buffer] : lives.reads_start[buffer + 1]]
+            read = int(np.searchsorted(reads, moment))
+            if read < len(reads) and reads[read] > moment:
+                gaps.append(Gap(buffer, read))
+                if len(gaps) == most:
+                    break
+        return gaps
+
+    def forget(self, gap: Gap, *, extend: int) -> Forgetting | None:
+        """Forget a buffer over a gap and make its value again behind it.
+
+        What that needs and is forgotten by then is made again with it, or, where that costs no more than `extend` bytes
+        at any moment, kept until there. None where the value cannot be made again there.
+        """
+        graph, lives, every = self.problem.graph, self.lives, self.solution.occurrences
+        at = int(lives.reads[lives.reads_start[gap.buffer] + gap.read])
+        reader = int(np.searchsorted(every.position, at))
+        if reader >= len(every.op) or every.position[reader] != at:
+            return None  # the return
+        before = int(lives.reads[lives.reads_start[gap.buffer] + gap.read - 1] if gap.read else lives.birth[gap.buffer])
+        live = self.solution.liveness.live.copy()
+        live[before + 1 : at] -= lives.size[gap.buffer]
+        ops: set[int] = set()
+        stack = [int(lives.value[gap.buffer])]
+        while stack:
+            op = graph.producer[stack.pop()]
+            if op in ops:
+                continue
+            if not graph.ops[op].repeatable:
+                return None
+            ops.add(op)
+            for value in graph.ops[op].inputs:
+                if value in self.always_there:
+                    continue
+                held = self.newest(value, at)
+                until = before if held == gap.buffer else int(lives.death[held])
+                if until >= at:
+                    continue
+                if int(live[until + 1 : at + 1].max(initial=0)) + int(lives.size[held]) <= extend:
+                    live[until + 1 : at + 1] += lives.size[held]
+                else:
+                    stack.append(value)
+        peak = int(live.max())
+        seconds, flops = (sum(getattr(graph.ops[op], what) for op in ops) for what in ("seconds", "flops"))
+        again = tuple(sorted(ops, key=self.problem.place.__getitem__))
+        return Forgetting(reader, again, peak, int((live == peak).sum()), seconds, flops)
+
+    @functools.cached_property
+    def always_there(self) -> frozenset[int]:
+        """Arguments and results."""
+        return frozenset((*self.problem.graph.inputs, *self.problem.graph.outputs))
+
+    @functools.cached_property
+    def _last(self) -> dict[int, int]:
+        return {value: buffer for buffer, value in enumerate(self.lives.value.tolist())}
+
+    def newest(self, value: int, at: int) -> int:
+        """The buffer that holds a value at a moment, or held it last."""
+        buffer = self._last[value]
+        while self.lives.birth[buffer] >= at:
+            buffer = int(self.solution.occurrences.previous[buffer])
+        return buffer
+
+    def scheduled(self, reader: int, again: tuple[int, ...]) -> Solution:
+        """The schedule with `Forgetting.again` before its reader, without repeats that nobody needs any more."""
+        schedule, every = self.solution.schedule, self.solution.occurrences
+        which = int(every.run[reader])
+        first = reader - int(np.searchsorted(every.run, which))
+        run = schedule.runs[which]
+        parts = (Run(run.ops[:first], run.recomputed), Run(again, True), Run(run.ops[first:], run.recomputed))
+        runs = (*schedule.runs[:which], *parts, *schedule.runs[which + 1 :])
+        return self.problem.scheduled(needed(self.problem.graph, _joined(runs)), self.solution.choice)
+
+
+def _joined(runs: Iterable[Run]) -> list[Run]:
+    """Neighbouring recomputed runs made one where no op stands in both."""
+    joined: list[Run] = []
+    for run in runs:
+        if not run.ops:
+            continue
+        last = joined[-1] if joined else None
+        if last and run.recomputed and last.recomputed and set(last.ops).isdisjoint(run.ops):
+            joined[-1] = Run(last.ops + run.ops, True)
+        else:
+            joined.append(run)
+    return joined
