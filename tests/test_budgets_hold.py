@@ -8,9 +8,10 @@ import pytest
 
 import remat_opt
 from benchmarks import budgets
-from benchmarks.predicted_memory import Row, load, load_step
+from benchmarks.predicted_memory import Row, load_step
+from benchmarks.results_file import RESULTS, load
 
-KEPT = load(budgets.RESULTS / "budgets.json")
+KEPT = load(RESULTS / "budgets.json")
 SMALL = (
     Row("steps/u_net", None, None, "cpu"),
     Row("steps/mlp", None, None, "cpu"),
@@ -19,7 +20,7 @@ SMALL = (
 
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: row.key)
-def test_small_rows_hold_as_they_are_kept(row: Row, tmp_path: Path) -> None:
+def test_small_rows_hold_as_they_are_kept(row: Row) -> None:
     """Through `optimize` and `measure`, as a user would."""
     given, args, kwargs, options = load_step(row)
     kept = KEPT[row.key]
