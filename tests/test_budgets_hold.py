@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import statistics
 from pathlib import Path
 
 import pytest
@@ -60,6 +61,12 @@ def test_more_memory_costs_no_more_flops() -> None:
     for key, result in KEPT.items():
         costs = [found["extra_flops"] for found in result["budgets"].values() if "extra_flops" in found]
         assert all(more <= less + 0.05 for more, less in itertools.pairwise(costs)), key
+
+
+def test_a_kept_budget_took_few_compilations() -> None:
+    """One is the least; the plain step's, of which there is one for each network, is not counted."""
+    compilations = [found["compilations"] for result in KEPT.values() for found in result["budgets"].values()]
+    assert statistics.mean(compilations) <= 1.5
 
 
 def test_a_refusal_is_wrong_where_something_of_ours_kept_the_budget() -> None:

@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from test_checkpoint_transforms import assert_close, checkpoints_in, data, loss, network
 
 import remat_opt
+import remat_opt.segmentation
 
 checkpoint = remat_opt.checkpoint
 
@@ -138,6 +139,49 @@ def test_functions_without_a_reverse_derivative_run_and_say_so_when_asked() -> N
     assert_close(jax.jvp(checkpoint(loop), (x,), (x,)), jax.jvp(loop, (x,), (x,)))
     with pytest.raises(ValueError, match="Reverse-mode differentiation does not work"):
         jax.grad(checkpoint(loop))(x)
+
+
+@jax.custom_vjp
+def without_derivative(x):
+    return jnp.sin(x)
+
+
+def refuse(*_: Any) -> Any:
+    raise RuntimeError("nobody needs this derivative")
+
+
+without_derivative.defvjp(refuse, refuse)
+
+
+def test_nobody_is_warned_of_a_derivative_that_nobody_asks_for(recwarn: pytest.WarningsRecorder) -> None:
+    x = jnp.float32(0.5)
+    assert_close(checkpoint(without_derivative)(x), jnp.sin(x))
+    checkpoint(lambda x: jax.lax.fori_loop(0, jnp.int32(x), lambda _, x: x + 1, x))(x)
+    assert not list(recwarn)
+    with pytest.raises(RuntimeError, match="nobody needs"):
+        jax.grad(checkpoint(without_derivative))(x)
+
+
+@pytest.mark.parametrize("stage", ["evaluate", "inline", "prepare"])
+def test_a_derivative_that_only_jax_can_read_is_told_with_the_cause(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("a bug in remat_opt")
+
+    monkeypatch.setattr(remat_opt.segmentation, stage, broken)
+    params, x = data()
+
+    def of_stage(params, x):  # another program for each, since decisions are remembered
+        return loss(params, x) * len(stage)
+
+    with pytest.warns(remat_opt.RematWarning, match=r"of_stage: .* failed: KeyError: 'a bug in remat_opt'") as told:
+        found = jax.grad(checkpoint(of_stage))(params, x)
+    assert [one.filename for one in told] == [__file__]
+    assert_close(found, jax.grad(of_stage)(params, x))
+    assert checkpoints_in(checkpoint(of_stage), params, x) == 1  # and is not told again
+    with pytest.raises(KeyError, match="a bug in remat_opt"):
+        checkpoint(of_stage).plan(params, x)
 
 
 def test_functions_of_integers() -> None:

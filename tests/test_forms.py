@@ -103,6 +103,19 @@ def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_least_memor
     assert plans[0].predicted.extra_flops < plans[1].predicted.extra_flops
 
 
+@pytest.mark.parametrize("solver", ["chen", "auto"])
+def test_a_search_is_asked_once_for_each_form_and_limit(solver, monkeypatch):
+    asked = []
+    given = remat_opt.optimize(scanned()[0]).prepare(*scanned()[1])
+    monkeypatch.setattr(
+        remat_opt.forms, "solve", lambda *question: asked.append(question) or remat_opt.pods.solve(*question)
+    )
+    forms = Forms(given, solver)
+    forms.least()
+    forms.frontier(3)
+    assert len(asked) == len(set(asked)) >= len(forms.all)
+
+
 def test_explain_says_what_is_done_to_loops():
     step, arguments = scanned()
     found = remat_opt.optimize(step).explain(*arguments)
