@@ -15,7 +15,6 @@ for the network on that target, in this benchmark or in `benchmarks.predicted_me
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import subprocess
 import sys
@@ -24,7 +23,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from benchmarks.predicted_memory import RESULTS, ROWS, Row, load, load_step, megabytes
+from benchmarks import results_file
+from benchmarks.pages import NETWORK, megabytes, page
+from benchmarks.predicted_memory import ROWS, Row, load_step
+from benchmarks.results_file import RESULTS, load
 
 BUDGETS = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
 TARGETS = ("cpu", "h200")
@@ -35,42 +37,24 @@ BUDGET_ROWS = tuple(row for row in ROWS if row.target in TARGETS)
 class Compiler:
     """Compiles a network's schedules, the same one once, and remembers what they need."""
 
-    def __init__(self, target: str) -> None:
-        self.target = target
+    def __init__(self) -> None:
         self.least: int | None = None  # temporary bytes of ours
         self.compilations = 0
         self._known: dict[Any, Any] = {}
 
     def __call__(self, prepared: Any, solution: Any) -> Any:
         """`remat_opt.deciding.Measure`."""
-        from remat_opt.program import compat
-        from remat_opt.targets import measure_flat
-        from remat_opt.targets.options import compiler_options_for
+        from remat_opt.compiling import compile_candidate
 
         key = None if solution is None else (prepared, solution.schedule)
         if key in self._known:
             return self._known[key]
-        captured = prepared.captured
-        if solution is None:
-            fun = compat.function_of_jaxpr(captured.traced)
-        else:
-            fun = functools.partial(_written, prepared, solution)
-        figures = measure_flat(
-            fun,
-            captured.input_avals,
-            donated=[index for index, given in enumerate(captured.donated) if given],
-            target=self.target,
-            compiler_options=compiler_options_for(prepared.target.platform, None),
-        )
+        figures = compile_candidate(prepared, solution)
         self._known[key] = figures
         self.compilations += 1
         if solution is not None:
             self.least = min(figures.temp_bytes, self.least or figures.temp_bytes)
         return figures
-
-
-def _written(prepared: Any, solution: Any, *leaves: Any) -> list[Any]:
-    return prepared.emit(solution, leaves)
 
 
 def measure_row(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
@@ -87,7 +71,7 @@ def measure_row(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
     given, args, kwargs, options = load_step(row)
     step = remat_opt.optimize(given, target=row.target, **options)
     prepared = step.ask(lambda inner, args, kwargs: inner.prepare(*args, **kwargs), args, kwargs)
-    compiler = Compiler(row.target)
+    compiler = Compiler()
     plain = compiler(prepared, None)
     for budget in budgets:
         settings = check_settings(target=row.target, solver="auto", budget=budget, verify=True)
@@ -134,44 +118,40 @@ def is_right(key: str, result: dict[str, Any], budget: str) -> bool:
 
 def to_markdown(results: dict[str, dict]) -> str:
     """All results as a table."""
-    lines = [
-        "# Budgets",
-        "",
+    every = [(key, budget) for key, result in results.items() for budget in map(str, BUDGETS)]
+    every = [(key, budget) for key, budget in every if budget in results[key]["budgets"]]
+    wrong = sum(not is_right(key, results[key], budget) for key, budget in every)
+    compilations = sum(results[key]["budgets"][budget]["compilations"] for key, budget in every)
+    summary = f"{len(every)} budgets, {wrong} neither held nor rightly refused; {compilations} compilations."
+    return page(
+        "Budgets",
         "Temporary memory of the compiled step as a part of the plain one's (both with our compiler options), and "
         "extra FLOPs as predicted, for each budget; – where it was refused. Written by `python -m benchmarks.budgets`; "
         "figures for an absent GPU are without autotuning.",
-        "",
-        "| network, batch, size | target | plain, MB | " + " | ".join(map(str, BUDGETS)) + " | least ever |",
-        "|---|---|---:|" + "---:|" * (len(BUDGETS) + 1),
-    ]
-    count = wrong = compilations = 0
-    for key, result in results.items():
-        row, plain = Row(*result["row"]), result["plain_bytes"]
-        cells = [row.name, row.target, megabytes(plain)]
-        for budget in map(str, BUDGETS):
-            found = result["budgets"].get(budget)
-            if found is None:
-                cells.append("")
-                continue
-            count, compilations = count + 1, compilations + found["compilations"]
-            right = is_right(key, result, budget)
-            wrong += not right
-            cells.append("–" if "refused_bytes" in found else f"{found['temp_bytes'] / plain:.2f}")
-            cells[-1] += "" if "refused_bytes" in found else f" {found['extra_flops']:+.1%}"
-            cells[-1] += "" if right else " **wrong**"
-        lines.append("| " + " | ".join([*cells, f"{least_ever(key, result) / plain:.2f}"]) + " |")
-    if count:
-        lines += ["", f"{count} budgets, {wrong} neither held nor rightly refused; {compilations} compilations."]
-    return "\n".join(lines) + "\n"
+        [NETWORK, "target", "plain, MB", *map(str, BUDGETS), "least ever"],
+        (_cells(key, result) for key, result in results.items()),
+        summary if every else "",
+    )
+
+
+def _cells(key: str, result: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    row, plain = Row(*result["row"]), result["plain_bytes"]
+    cells = [row.name, row.target, megabytes(plain)]
+    for budget in map(str, BUDGETS):
+        found = result["budgets"].get(budget)
+        if found is None:
+            cells.append("")
+            continue
+        cells.append("–" if "refused_bytes" in found else f"{found['temp_bytes'] / plain:.2f}")
+        cells[-1] += "" if "refused_bytes" in found else f" {found['extra_flops']:+.1%}"
+        cells[-1] += "" if is_right(key, result, budget) else " **wrong**"
+    return [*cells, f"{least_ever(key, result) / plain:.2f}"]
 
 
 def save(results: dict[str, dict], file: Path) -> None:
     """Write results, and the table beside them, in the order of the rows."""
-    order = {row.key: index for index, row in enumerate(BUDGET_ROWS)}
-    results = dict(sorted(results.items(), key=lambda item: order.get(item[0], len(order))))
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    file.with_suffix(".md").write_text(to_markdown(results), encoding="utf-8")
+    results_file.save(file, results, (row.key for row in BUDGET_ROWS), to_markdown)
 
 
 def run_apart(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:

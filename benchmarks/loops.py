@@ -10,12 +10,12 @@ nothing is allocated.
 from __future__ import annotations
 
 import argparse
-import json
 import time
 import warnings
 from typing import Any, NamedTuple
 
-from benchmarks.predicted_memory import RESULTS, load, megabytes
+from benchmarks.pages import megabytes, page
+from benchmarks.results_file import RESULTS, load, save
 
 TARGET = "h200"
 FILE = RESULTS / f"loops_{TARGET}.json"
@@ -88,28 +88,28 @@ def measure_row(row: Row) -> dict[str, Any]:
 
 def to_markdown(results: dict[str, dict[str, Any]]) -> str:
     """The results as a table."""
-    lines = [
-        f"# Loops, {TARGET}",
-        "",
+    return page(
+        f"Loops, {TARGET}",
         "Temporary memory as the compiler says, MB (10^6 bytes), without autotuning; the state is donated. FLOPs are "
         "counted over what is written. Written by `python -m benchmarks.loops`.",
-        "",
-        "| step | plain | optimised | asked | part | extra FLOPs | asked | predicted | jax |",
-        "|---|---:|---:|---:|---:|---:|---:|---:|---|",
+        ["step", "plain", "optimised", "asked", "part", "extra FLOPs", "asked", "predicted", "jax"],
+        (_cells(row, results[row.key]) for row in ROWS if row.key in results),
+    )
+
+
+def _cells(row: Row, found: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    return [
+        row.key,
+        megabytes(found["plain_bytes"]),
+        megabytes(found["temp_bytes"]),
+        f"≤ {row.asked_mb:g}" if row.asked_mb else "–",
+        f"{found['temp_bytes'] / found['plain_bytes']:.1%}",
+        f"{found['extra_flops']:+.1%}",
+        f"≤ {row.asked_flops:.0%}" if row.asked_flops else "–",
+        megabytes(found["predicted_bytes"]),
+        found["jax_version"],
     ]
-    for row in ROWS:
-        if (found := results.get(row.key)) is None:
-            continue
-        part = found["temp_bytes"] / found["plain_bytes"]
-        cells = [row.key, megabytes(found["plain_bytes"]), megabytes(found["temp_bytes"])]
-        cells += [f"≤ {row.asked_mb:g}" if row.asked_mb else "–", f"{part:.1%}", f"{found['extra_flops']:+.1%}"]
-        cells += [
-            f"≤ {row.asked_flops:.0%}" if row.asked_flops else "–",
-            megabytes(found["predicted_bytes"]),
-            found["jax_version"],
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
 
 
 def main() -> None:
@@ -123,9 +123,7 @@ def main() -> None:
         if not wanted or (row.key in load(FILE) and not options.again):
             continue
         print(row.key, flush=True)
-        results = {**load(FILE), row.key: measure_row(row)}
-        FILE.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-        FILE.with_suffix(".md").write_text(to_markdown(results), encoding="utf-8")
+        save(FILE, {**load(FILE), row.key: measure_row(row)}, to_markdown=to_markdown)
     print(to_markdown(load(FILE)))
 
 

@@ -23,7 +23,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-RESULTS = Path(__file__).parent / "results"
+from benchmarks import results_file
+from benchmarks.pages import NETWORK, megabytes, page
+from benchmarks.results_file import RESULTS, load
+
 ACCELERATORS = ("h200", "v5e")
 
 
@@ -153,65 +156,51 @@ def errors_of(results: dict[str, dict]) -> list[float]:
     return [abs(predicted - measured) / measured for predicted, measured in pairs]
 
 
-def megabytes(count: int) -> str:
-    """A number of bytes in MB, three digits."""
-    return f"{count / 1e6:.0f}" if count >= 1e8 else f"{count / 1e6:.3g}"
-
-
 def to_markdown(results: dict[str, dict]) -> str:
     """All results as a table, MB of temporary memory."""
-    lines = [
-        "# Predicted and compiled temporary memory",
-        "",
+    summary = ""
+    if errors := errors_of(results):
+        summary = f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}."
+    return page(
+        "Predicted and compiled temporary memory",
         "MB (10^6 bytes), float32, SGD with momentum, state donated (the tests' steps as they are); written by "
         "`python -m benchmarks.predicted_memory`. Figures for an absent GPU are without autotuning. Extra FLOPs are "
         "the plan's; beside them those of the step that is written, counted by a walk over it.",
-        "",
-        "| network, batch, size | target | plain: predicted | compiled | error "
-        "| optimised: predicted | compiled | error | against plain | extra FLOPs | counted | jax |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    for result in results.values():
-        row = Row(*(result[field] for field in Row._fields))
-        cells = [row.name, row.target]
-        for step in ("plain", "optimized"):
-            figures, predicted = result["measured"][step], result["predicted"][step]
-            cells.append(megabytes(predicted))
-            if figures is None:
-                cells += ["does not fit", "–"]
-                continue
-            measured = figures["temp_bytes"]
-            cells += [megabytes(measured), f"{(predicted - measured) / measured:+.0%}"]
-        plain, optimized = (result["measured"][step] for step in ("plain", "optimized"))
-        if plain is not None and optimized is not None:
-            cells.append(f"{optimized['temp_bytes'] / plain['temp_bytes']:.0%}")
-        else:
-            cells.append("–")
-        cells.append(f"{result['extra_flops']:.0%}")
-        cells.append(f"{result['walked_extra_flops']:.1%}" if "walked_extra_flops" in result else "")
-        cells.append((optimized or plain or {}).get("jax_version", "–"))
-        lines.append("| " + " | ".join(cells) + " |")
-    errors = errors_of(results)
-    if errors:
-        lines += [
-            "",
-            f"{len(errors)} predictions: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
-        ]
-    return "\n".join(lines) + "\n"
+        [
+            *(NETWORK, "target", "plain: predicted", "compiled", "error", "optimised: predicted", "compiled", "error"),
+            *("against plain", "extra FLOPs", "counted", "jax"),
+        ],
+        map(_cells, results.values()),
+        summary,
+    )
 
 
-def load(file: Path) -> dict[str, dict]:
-    """Results of earlier runs."""
-    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+def _cells(result: dict[str, Any]) -> list[str]:
+    """One line of the table."""
+    row = Row(*(result[field] for field in Row._fields))
+    cells = [row.name, row.target]
+    for step in ("plain", "optimized"):
+        figures, predicted = result["measured"][step], result["predicted"][step]
+        cells.append(megabytes(predicted))
+        if figures is None:
+            cells += ["does not fit", "–"]
+            continue
+        measured = figures["temp_bytes"]
+        cells += [megabytes(measured), f"{(predicted - measured) / measured:+.0%}"]
+    plain, optimized = (result["measured"][step] for step in ("plain", "optimized"))
+    if plain is not None and optimized is not None:
+        cells.append(f"{optimized['temp_bytes'] / plain['temp_bytes']:.0%}")
+    else:
+        cells.append("–")
+    cells.append(f"{result['extra_flops']:.0%}")
+    cells.append(f"{result['walked_extra_flops']:.1%}" if "walked_extra_flops" in result else "")
+    cells.append((optimized or plain or {}).get("jax_version", "–"))
+    return cells
 
 
 def save(results: dict[str, dict], file: Path) -> None:
     """Write results, and the table beside them, in the order of `ROWS`."""
-    order = {row.key: index for index, row in enumerate(ROWS)}
-    results = dict(sorted(results.items(), key=lambda item: (order.get(item[0], len(order)), item[0])))
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    file.with_suffix(".md").write_text(to_markdown(results), encoding="utf-8")
+    results_file.save(file, results, (row.key for row in ROWS), to_markdown)
 
 
 def run_apart(row: Row) -> dict[str, Any] | None:

@@ -25,7 +25,7 @@ from typing import Any
 
 from benchmarks import loops
 from benchmarks.markdown import cut_of
-from benchmarks.predicted_memory import megabytes
+from benchmarks.pages import megabytes
 from benchmarks.results_file import Results, file_of, load
 from benchmarks.tables import TABLES, Row
 from remat_opt.examples import EXAMPLES

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,37 @@ def file_of(table: str, target: str, folder: Path = RESULTS) -> Path:
     return folder / f"{table}_{target}.json"
 
 
-def load(file: Path) -> Results:
+def load(file: Path) -> dict[str, dict[str, Any]]:
     """Results of earlier runs; empty if there are none."""
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+
+
+def save(
+    file: Path,
+    results: Mapping[str, Any],
+    keys: Iterable[str] | None = None,
+    to_markdown: Callable[[dict[str, Any]], str] | None = None,
+) -> dict[str, Any]:
+    """Write results, and a page of them beside the file.
+
+    Args:
+        file: `.json`; one that is there is replaced at once, so that a run may be stopped at any time.
+        results: by key.
+        keys: in the order that the file is to have; other results come last. None for the order that they are in.
+        to_markdown: the page.
+
+    Returns:
+        The results in the order of the file.
+    """
+    order = {key: place for place, key in enumerate(results if keys is None else keys)}
+    ordered = dict(sorted(results.items(), key=lambda item: order.get(item[0], len(order))))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = file.with_suffix(".unfinished")
+    unfinished.write_text(json.dumps(ordered, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(unfinished, file)
+    if to_markdown is not None:
+        file.with_suffix(".md").write_text(to_markdown(ordered), encoding="utf-8")
+    return ordered
 
 
 def keep(file: Path, rows: Sequence[Row], key: str, variant: str, result: dict[str, Any]) -> Results:
@@ -38,10 +66,4 @@ def keep(file: Path, rows: Sequence[Row], key: str, variant: str, result: dict[s
     """
     results = load(file)
     results.setdefault(key, {})[variant] = result
-    order = {row.key: place for place, row in enumerate(rows)}
-    results = dict(sorted(results.items(), key=lambda item: order.get(item[0], len(order))))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = file.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(results, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
-    os.replace(unfinished, file)
-    return results
+    return save(file, results, (row.key for row in rows))

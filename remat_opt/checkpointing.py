@@ -24,7 +24,7 @@ from remat_opt.program.capture import Captured, capture_traced
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program
 from remat_opt.report.explain import Explanation, explain
-from remat_opt.segmentation import Differentiated, differentiate
+from remat_opt.segmentation import Differentiated, differentiate, jax_differentiates
 from remat_opt.settings import Settings, check_settings
 from remat_opt.static_arguments import StaticArguments
 from remat_opt.targets import Target, resolve_target
@@ -270,11 +270,23 @@ class _Checkpointed:
     def decide(self, captured: Captured) -> _Outcome:
         try:
             differentiated = self.differentiate(captured)
-        except Exception:  # JAX says it again, and to whom it concerns, when somebody asks for the derivative
+        except Exception as error:
+            # Where JAX fails, too, it says so to whom it concerns: when somebody asks for the derivative.
+            if jax_differentiates(captured):
+                self.tell_of_failure(error)
             return _Outcome(differentiable=False)
         if differentiated is None:
             return _Outcome(differentiable=False)
         return _Outcome(True, decide_checkpoint(differentiated, self.settings).layout)
+
+    def tell_of_failure(self, error: Exception) -> None:
+        name = getattr(self.fun, "__qualname__", None) or repr(self.fun)
+        warnings.warn(
+            f"remat_opt: {name}: reading its derivative failed: {type(error).__name__}: {error}; it stands under one "
+            "jax.checkpoint. JAX differentiates it, so that this is a fault of remat_opt",
+            RematWarning,
+            stacklevel=callers_level(),
+        )
 
     def differentiate(self, captured: Captured) -> Differentiated | None:
         target = resolve_target(self.settings.target)

@@ -18,7 +18,8 @@ from remat_opt.budget import InfeasibleBudget
 from remat_opt.deciding import Decision, Measure
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, communicates
+from remat_opt.program.effects import communicates
+from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.targets.communication import Path
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import jax
-
+from remat_opt.prepared import Prepared
 from remat_opt.program import compat
-from remat_opt.targets import Figures, Target, measure_flat, read_figures
-from remat_opt.targets.errors import compiler_error
+from remat_opt.search import Solution
+from remat_opt.targets import (
+    CompilationFailed,
+    CompilationOutOfMemory,
+    Figures,
+    Target,
+    compile_lowered,
+    measure_flat,
+)
+from remat_opt.targets.options import compiler_options_for
 
 
 def compile_here(jitted: Any, target: Target, args: tuple, kwargs: dict) -> Figures:
@@ -19,13 +25,39 @@ def compile_here(jitted: Any, target: Target, args: tuple, kwargs: dict) -> Figu
     Raises:
         CompilationFailed: the compiler refuses it (`CompilationOutOfMemory`: it does not fit the device).
     """
-    lowered = jitted.lower(*args, **kwargs)
-    started = time.perf_counter()
+    return compile_lowered(jitted.lower(*args, **kwargs), target)
+
+
+def compile_as_called(jitted: Any, target: Target, args: tuple, kwargs: dict) -> Figures:
+    """The same; what a compiler refuses for another reason than memory is raised as a call would raise it."""
     try:
-        compiled = lowered.compile()
-    except jax.errors.JaxRuntimeError as error:
-        raise compiler_error(str(error), target.name, target.platform) from error
-    return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)
+        return compile_here(jitted, target, args, kwargs)
+    except CompilationFailed as failure:
+        if isinstance(failure, CompilationOutOfMemory) or failure.__cause__ is None:
+            raise
+        raise failure.__cause__ from None
+
+
+def compile_candidate(
+    prepared: Prepared, solution: Solution | None, compiler_options: Mapping[str, Any] | None = None
+) -> Figures:
+    """Compile a step on flat arguments for the device that it is planned for, with our compiler options.
+
+    Args:
+        prepared: the step.
+        solution: what is written; None for the step as it was given.
+        compiler_options: the user's, which ours are put under.
+    """
+    captured, target = prepared.captured, prepared.target
+    plain = compat.function_of_jaxpr(captured.traced)
+    return compile_elsewhere(
+        plain if solution is None else lambda *leaves: prepared.emit(solution, leaves),
+        captured.input_avals,
+        captured.traced,
+        donated=[index for index, given in enumerate(captured.donated) if given],
+        target=target,
+        compiler_options=compiler_options_for(target.platform, compiler_options),
+    )
 
 
 def compile_elsewhere(

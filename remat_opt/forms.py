@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, WORTH_A_SECOND, LoopChoices, ways_to_write
 from remat_opt.pods import solve
 from remat_opt.prepared import Prepared
-from remat_opt.search import Solution, search_of
+from remat_opt.search import Problem, Solution, search_of
 from remat_opt.search.auto import pareto_front
 from remat_opt.search.watching import part
 
@@ -81,6 +81,7 @@ class Forms:
         self.solver = solver
         self.keep_checkpoints = keep_checkpoints
         self.loops: LoopChoices | None = None  # as they are, once they have been looked at
+        self.answers: dict[tuple[Problem, int | None], Solution] = {}  # of the solver, which is asked once
 
     @functools.cached_property
     def all(self) -> tuple[Prepared, ...]:
@@ -200,14 +201,16 @@ class Forms:
         problem = form.problem
         if limit is not None and self.solver == "auto" and search_of(problem).least_at_any_cost.peak > limit:
             return Found(form, search_of(problem).least_at_any_cost)
-        return Found(form, solve(self.solver, problem, limit))
+        if (problem, limit) not in self.answers:
+            self.answers[problem, limit] = solve(self.solver, problem, limit)
+        return Found(form, self.answers[problem, limit])
 
     def frontier_of(self, form: Prepared, budgets: int) -> Sequence[Solution]:
         """The schedules that the search knows of one form."""
         problem = form.problem
         if self.solver == "auto":
             return search_of(problem).frontier
-        plain, least = problem.plain, solve(self.solver, problem, None)
+        plain, least = problem.plain, self.found(form, None).solution
         steps = range(1, budgets + 1) if least.peak < plain.peak else ()
         between = (least.peak + (plain.peak - least.peak) * step // (budgets + 1) for step in steps)
-        return pareto_front([least, plain, *(solve(self.solver, problem, budget) for budget in between)])
+        return pareto_front([least, plain, *(self.found(form, budget).solution for budget in between)])

@@ -1,10 +1,12 @@
-"""Options of `jax.jit`: those of a jitted function, and those that a user adds."""
+"""What a step is jitted with: the options of a jitted function, those that a user adds, and ours."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
-from remat_opt.targets.options import merge_compiler_options
+from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
 
 
 def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str, Any]:
@@ -20,3 +22,23 @@ def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str
     if options:
         merged["compiler_options"] = options
     return merged
+
+
+def with_ours(options: dict[str, Any]) -> dict[str, Any]:
+    """A user's options of `jax.jit` with the compiler options that a rewritten step needs."""
+    ours = compiler_options_for(platform_of(options), options.get("compiler_options"))
+    return {**options, "compiler_options": ours} if ours else dict(options)
+
+
+def standing_for(fun: Callable, write: Callable[[tuple, dict], Any]) -> Callable:
+    """`write(args, kwargs)` with the name and the signature of the user's function, which jit reads its options by."""
+
+    @functools.wraps(fun)
+    def standing(*args, **kwargs):
+        return write(args, kwargs)
+
+    named = fun
+    while isinstance(named, functools.partial):
+        named = named.func
+    standing.__name__ = getattr(named, "__name__", type(named).__name__)
+    return standing

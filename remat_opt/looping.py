@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
+from remat_opt.graph.liveness import least_possible
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.inside import rewrite_inside
 from remat_opt.loops.regions import Body
@@ -82,6 +83,8 @@ def body_in_segments(
     graph = bridge.graph
     alike = (graph.sizes, graph.ops, graph.inputs, graph.outputs, graph.aliases, graph.constants)
     problem = problems.setdefault(alike, Problem(graph))
+    if least_possible(graph) > WORTH_SEGMENTS * problem.plain.peak:
+        return None  # nothing that could be found is worth it
     solution = SOLVERS["auto"](problem, None)
     if share:
         solution = SOLVERS["auto"](problem, int(solution.peak + share * (problem.plain.peak - solution.peak)))

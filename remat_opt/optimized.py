@@ -19,7 +19,6 @@ import functools
 import threading
 import time
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,20 +26,21 @@ import jax
 
 from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
-from remat_opt.compiling import compile_elsewhere, compile_here
+from remat_opt.compiling import compile_as_called, compile_candidate
 from remat_opt.deciding import Decision, runs_as_given
-from remat_opt.falling_back import as_given_after, failure_note, has_failed, unread
+from remat_opt.falling_back import as_given_after, failure_note, unread
+from remat_opt.jit_options import standing_for, with_ours
 from remat_opt.plan import Plan
-from remat_opt.planning import decide, made_elsewhere
+from remat_opt.planning import decide
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
 from remat_opt.settings import Settings
-from remat_opt.targets import CompilationFailed, CompilationOutOfMemory, Figures, Target, resolve_target
-from remat_opt.targets.options import compiler_options_for, platform_of
-from remat_opt.warning import RematWarning, callers_level
+from remat_opt.targets import Figures, Target, resolve_target
+from remat_opt.targets.options import platform_of
+from remat_opt.telling import Teller
 from remat_opt.write.differentiable import with_derivative_of
 
 
@@ -61,7 +61,7 @@ class OptimizedFunction:
         self._options = options
         self._plain = jax.jit(fun, **options)
         self._jitted: Any = None
-        self._inner = jax.jit(self._standing_for(self._write_inside), **options)
+        self._inner = jax.jit(standing_for(fun, self._write_inside), **options)
         self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
         self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
         self._written: dict[int, Solution] = {}  # what the present jit has traced, by the same key
@@ -69,7 +69,7 @@ class OptimizedFunction:
         self._proven: set[int] = set()  # where errors are not to be raised, what was compiled, by the same key
         self._lock = threading.RLock()
         self._handed = threading.local()
-        self._told: set[str] = set()
+        self._teller = Teller(fun, settings)
         self._delegate: AdaptedFunction | None = None  # once the function has been called with nnx modules
 
     @property
@@ -88,7 +88,7 @@ class OptimizedFunction:
         return resolve_target(self._settings.target)
 
     def __repr__(self) -> str:
-        return f"<remat_opt.optimize({self._name})>"
+        return f"<remat_opt.optimize({self._teller.name})>"
 
     def __reduce__(self) -> Any:
         return OptimizedFunction, (self._fun, self._settings, self._options)  # plans and compiled steps stay here
@@ -217,7 +217,7 @@ class OptimizedFunction:
                 if key in self._decisions:
                     self._decisions[key] = decision
                 self._forget_compiled(any(not one.runs_as_given for one in self._decisions.values()))
-            self._tell(decision)
+            self._teller.tell(decision)
         return decision
 
     def _decision(self, args: tuple, kwargs: dict) -> Decision:
@@ -241,12 +241,12 @@ class OptimizedFunction:
                 decision = self._decide(prepared, args, kwargs)
             else:
                 decision = as_given_after(failure, "reading the step", prepared, self._settings)
-            self._tell(decision)
+            self._teller.tell(decision)
             if not prepared.captured.closed_over:
                 decisions[key] = decision
-            with_ours = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
-            if with_ours != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
-                self._forget_compiled(with_ours)
+            rewritten = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
+            if rewritten != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
+                self._forget_compiled(rewritten)
             return decision
 
     def prepare(self, *args, **kwargs) -> Prepared:
@@ -279,32 +279,18 @@ class OptimizedFunction:
     def _measure(self, args: tuple, kwargs: dict, prepared: Prepared, solution: Solution | None) -> Figures:
         """Compile a candidate (None: the step as it was given) for the target."""
         if prepared.target.name != resolve_target(None).name:
-            return self._measure_elsewhere(prepared, solution)
+            return compile_candidate(prepared, solution, self._options.get("compiler_options"))
         if solution is None and self._settings.budget.fraction is not None:
             # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
-            return _compile(jax.jit(self._fun, **self._jit_options(True)), args, kwargs, prepared.target)
+            return compile_as_called(jax.jit(self._fun, **with_ours(self._options)), prepared.target, args, kwargs)
         if solution is None:
             prepared = prepared.given or prepared
             solution = prepared.problem.plain
-        with_ours = not runs_as_given(prepared, solution)
-        if with_ours != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:
-            self._forget_compiled(with_ours)  # this jit holds another candidate for the same signature
+        rewritten = not runs_as_given(prepared, solution)
+        if rewritten != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:
+            self._forget_compiled(rewritten)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
-            return _compile(self._jitted or self._make_jitted(), args, kwargs, prepared.target)
-
-    def _measure_elsewhere(self, prepared: Prepared, solution: Solution | None) -> Figures:
-        captured = prepared.captured
-        donated = [index for index, given in enumerate(captured.donated) if given]
-        plain = compat.function_of_jaxpr(captured.traced)
-        fun = plain if solution is None else functools.partial(_flat_call, prepared, solution)
-        return compile_elsewhere(
-            fun,
-            captured.input_avals,
-            captured.traced,
-            donated=donated,
-            target=prepared.target,
-            compiler_options=compiler_options_for(prepared.target.platform, self._options.get("compiler_options")),
-        )
+            return compile_as_called(self._jitted or self._make_jitted(), prepared.target, args, kwargs)
 
     @contextlib.contextmanager
     def _hand(self, prepared: Prepared, solution: Solution) -> Iterator[None]:
@@ -327,30 +313,9 @@ class OptimizedFunction:
         with self._lock:
             if self._jitted is None:
                 self._written = {}
-                self._jitted = jax.jit(self._standing_for(self._write), **self._jit_options(self._with_ours))
+                options = with_ours(self._options) if self._with_ours else self._options
+                self._jitted = jax.jit(standing_for(self._fun, self._write), **options)
             return self._jitted
-
-    def _jit_options(self, with_ours: bool) -> dict[str, Any]:
-        options = dict(self._options)
-        if not with_ours:
-            return options
-        ours = compiler_options_for(platform_of(options), options.get("compiler_options"))
-        if ours:
-            options["compiler_options"] = ours
-        return options
-
-    def _standing_for(self, write: Callable) -> Callable:
-        """`write` with the name and the signature of the user's function, which jit reads its options by."""
-
-        @functools.wraps(self._fun)
-        def standing(*args, **kwargs):
-            return write(args, kwargs)
-
-        named = self._fun
-        while isinstance(named, functools.partial):
-            named = named.func
-        standing.__name__ = getattr(named, "__name__", type(named).__name__)
-        return standing
 
     def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
         handed = getattr(self._handed, "candidate", None)
@@ -381,7 +346,7 @@ class OptimizedFunction:
         if decision.runs_as_given:
             return self._plain(*args, **kwargs)
         if platform_of(self._options) == "cpu":
-            self._warn(
+            self._teller.warn(
                 "called inside another jit, grad, vmap or scan: compiler options cannot be set there, so that nothing "
                 "will be saved on the CPU. Give remat_opt.optimize the outermost function instead of jax.jit"
             )
@@ -391,7 +356,7 @@ class OptimizedFunction:
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise
-            self._warn(f"{self._name}: {failure_note('writing', error)}; the step runs as it was given")
+            self._teller.warn(f"{self._teller.name}: {failure_note('writing', error)}; the step runs as it was given")
             return self._plain(*args, **kwargs)
 
     def _write_inside(self, args: tuple, kwargs: dict) -> Any:
@@ -402,41 +367,6 @@ class OptimizedFunction:
         results = with_derivative_of(compat.function_of_jaxpr(traced), emit, leaves, prepared.captured.program.effects)
         return jax.tree.unflatten(traced.out_tree, results)
 
-    # Telling
-
-    def _tell(self, decision: Decision) -> None:
-        plan = decision.plan
-        if plan.is_plain:
-            if self._settings.budget.is_promise and not has_failed(plan.note):
-                return  # it fits as it was given
-            self._warn(f"{self._name}: {plan.note}; the step runs as it was given")
-            return
-        if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
-            self._warn(f"{self._name}: {elsewhere} and were not checked here")
-        attached = resolve_target(None).name
-        if plan.target != attached:
-            self._warn(
-                f"{self._name}: planned for {plan.target}, called on {attached}: its figures were not checked here"
-            )
-
-    @property
-    def _name(self) -> str:
-        return getattr(self._fun, "__qualname__", repr(self._fun))
-
-    def _warn(self, message: str) -> None:
-        if message not in self._told:
-            self._told.add(message)
-            warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=callers_level())
-
 
 def _flat_call(prepared: Prepared, solution: Solution, *leaves: Any) -> list[Any]:
     return prepared.emit(solution, leaves)
-
-
-def _compile(jitted: Any, args: tuple, kwargs: dict, target: Target) -> Figures:
-    try:
-        return compile_here(jitted, target, args, kwargs)
-    except CompilationFailed as failure:
-        if isinstance(failure, CompilationOutOfMemory) or failure.__cause__ is None:
-            raise
-        raise failure.__cause__ from None  # what a call would say

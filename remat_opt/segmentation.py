@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -93,14 +93,35 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
         Whatever JAX raises for a program that has no reverse derivative.
     """
     avals = [program.avals[value] for value in program.inputs]
-    active = [compat.is_inexact(aval) for aval in avals]
     outputs = [x.aval if isinstance(x, Constant) else program.avals[x] for x in program.outputs]
-    results = [compat.is_inexact(aval) for aval in outputs]
-    if not any(active) or not any(results):
+    if not any(map(compat.is_inexact, avals)) or not any(map(compat.is_inexact, outputs)):
         return None
+    closed = _forward_and_backward(lambda arguments: evaluate(program, arguments, _tie), avals, outputs)
+    joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
+    prepared = prepare(Captured(None, joint, joint, (False,) * len(joint.inputs), ()), target)
+    ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}
+    return Differentiated(
+        program,
+        prepared,
+        {value: tied for value, tied in ties.items() if not isinstance(tied, Constant)},
+        frozenset(joint.inputs[len(avals) :]),
+    )
+
+
+def _forward_and_backward(
+    fun: Callable[[Sequence[Any]], Sequence[Any]], avals: Sequence[Any], outputs: Sequence[Any]
+) -> Any:
+    """The closed jaxpr of a flat function with its backward pass, of arguments and cotangents.
+
+    Args:
+        fun: takes a list, returns a list.
+        avals: types of its arguments.
+        outputs: types of its results.
+    """
+    active, results = list(map(compat.is_inexact, avals)), list(map(compat.is_inexact, outputs))
 
     def forward(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-        values = evaluate(program, arguments, _tie)
+        values = fun(arguments)
         return list(itertools.compress(values, results)), [v for v, on in zip(values, results, strict=True) if not on]
 
     def forward_and_backward(arguments: Sequence[Any], cotangents: Sequence[Any]) -> Any:
@@ -113,16 +134,18 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
 
     shapes = [compat.abstract(aval) for aval in avals]
     cotangents = [compat.abstract(aval) for aval in itertools.compress(outputs, results)]
-    closed = jax.make_jaxpr(forward_and_backward)(shapes, cotangents)
-    joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
-    prepared = prepare(Captured(None, joint, joint, (False,) * len(joint.inputs), ()), target)
-    ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}
-    return Differentiated(
-        program,
-        prepared,
-        {value: tied for value, tied in ties.items() if not isinstance(tied, Constant)},
-        frozenset(joint.inputs[len(avals) :]),
-    )
+    return jax.make_jaxpr(forward_and_backward)(shapes, cotangents)
+
+
+def jax_differentiates(captured: Captured) -> bool:
+    """Whether JAX itself has a reverse derivative of a function as it was given."""
+    fun = compat.function_of_jaxpr(captured.traced)
+    outputs = [variable.aval for variable in compat.bare_jaxpr(captured.traced.jaxpr).outvars]
+    try:
+        _forward_and_backward(lambda arguments: fun(*arguments), captured.input_avals, outputs)
+    except Exception:  # a rule of the user's may raise what it likes
+        return False
+    return True
 
 
 def user_names(differentiated: Differentiated) -> dict[str, frozenset[int]]:

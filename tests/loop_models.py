@@ -286,6 +286,24 @@ def micro_batches():
     return step, ((layers(),), normal(8, 3, BATCH, WIDTH))
 
 
+def updates_in_a_scan():
+    """A gradient, through layers that are worth segments, and an update in every turn."""
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return (x**2).mean()
+
+    def step(state, batches):
+        def body(params, x):
+            gradients = jax.grad(loss)(params, x)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), None
+
+        return (lax.scan(body, state[0], batches)[0],), jnp.float32(0)
+
+    return step, (([normal(i, 16, 16) for i in range(12)],), normal(20, 3, 512, 16))
+
+
 def vmapped():
     def loss(p, xs):
         return (jax.vmap(lambda xs: rnn(p, xs)[0], in_axes=1)(xs) ** 2).mean()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from tests.random_statements import BOOL, FLOAT32, INT32, Body, Value, function
+from tests.random_functions import BOOL, FLOAT32, INT32, Body, Kind, Value, function
 
 
 def carry_of(body: Body) -> Value | None:
@@ -138,7 +136,7 @@ def wrapped(body: Body) -> None:
         body.new(form.format(f=of_one(body, h, "fun"), h=h.name), h.shape, h.dtype)
 
 
-KINDS: list[tuple[Callable[[Body], None], float]] = [
+WITH_BODIES: list[Kind] = [
     (scan_over_layers, 2), (scan_over_time, 1), (for_loop, 0.6), (while_loop, 0.4), (branches, 1), (custom_rule, 0.8),
     (wrapped, 2),
 ]  # fmt: skip

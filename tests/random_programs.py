@@ -16,8 +16,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.random_bodies import KINDS
-from tests.random_statements import BOOL, FLOAT32, INT32, Body, Shared, Value, fill
+from tests.random_arithmetic import ARITHMETIC
+from tests.random_bodies import WITH_BODIES
+from tests.random_functions import BOOL, FLOAT32, INT32, Body, Shared, Value, fill
+from tests.random_indexing import INDEXING
 
 ROWS = 48
 SIZES = (8, 10, 10, 12, 12, 16, 16, 20, 30, 60)  # statements, of which each is one to ten operations
@@ -79,7 +81,7 @@ def random_program(source: random.Random, count: int) -> RandomProgram:
     """One program with a loss of `count` statements (those of nested bodies are among them)."""
     width, dtype = source.choice((4, 8)), source.choice((FLOAT32, FLOAT32, "bfloat16"))
     raw_key = source.random() < 0.3
-    body = Body(source, width, Shared(count, KINDS))
+    body = Body(source, width, Shared(count, [*ARITHMETIC, *INDEXING], WITH_BODIES))
     body.line("x, ids, mask, key = batch['x'], batch['ids'], batch['mask'], state['key']")
     body.add(Value("x", (ROWS, width), FLOAT32), Value("ids", (ROWS,), INT32), Value("mask", (ROWS,), BOOL))
     body.add(Value("state['count']", (), INT32), Value("key", (), "key"))

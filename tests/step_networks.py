@@ -38,6 +38,18 @@ def mlp(params: Params, x: jax.Array, activation: Activation = jnp.tanh) -> jax.
     return dense(params[-1], x)
 
 
+def sine_step(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
+    """One step of gradient descent of an `mlp` of sines: each layer has a residual worth computing again."""
+    value, grads = jax.value_and_grad(lambda params: jnp.mean(mlp(params, x, jnp.sin) ** 2))(params)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+
+def sine_arguments(width: int, layers: int, batch: int) -> tuple[Params, jax.Array]:
+    """Those of `sine_step`, the same every time."""
+    params = mlp_params(np.random.default_rng(0), [width] * (layers + 1))
+    return params, jnp.asarray(np.random.default_rng(1).normal(size=(batch, width)), jnp.float32)
+
+
 def conv(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
     """(batch, h, w, c) with (3, 3, c, features) → (batch, h / stride, w / stride, features)."""
     return lax.conv_general_dilated(x, kernel, (stride, stride), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))

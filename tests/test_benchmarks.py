@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks import predicted_memory, run, variants
+from benchmarks import run, variants
 from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
 from benchmarks.refresh_readme import results_table
 from benchmarks.results_file import RESULTS, file_of, keep, load
@@ -180,6 +180,6 @@ ASKED_MB = {
 
 @pytest.mark.parametrize("key", ASKED_MB)
 def test_the_kept_rows_need_no_more_memory_than_was_asked(key: str) -> None:
-    kept = predicted_memory.load(RESULTS / "predicted_memory.json")[key]
+    kept = load(RESULTS / "predicted_memory.json")[key]
     assert kept["measured"]["optimized"]["temp_bytes"] <= ASKED_MB[key] * 1e6
     assert kept["walked_extra_flops"] <= 0.35

@@ -9,27 +9,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import step_networks as networks
+from step_networks import sine_arguments
+from step_networks import sine_step as step
 
 import remat_opt.optimized
 from remat_opt import InfeasibleBudget, RematWarning, optimize
 from remat_opt.budget import Budget, parse_budget
 from remat_opt.search import SOLVERS
 
-WIDTH, LAYERS, BATCH = 32, 8, 256
-
 compiled: list[str] = []  # one entry for each time that XLA compiled something
 jax.monitoring.register_event_duration_secs_listener(
     lambda event, seconds, **_: compiled.append(event) if event.endswith("backend_compile_duration") else None
 )
 
-PARAMS = networks.mlp_params(np.random.default_rng(0), [WIDTH] * (LAYERS + 1))
-X = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, WIDTH)), jnp.float32)
-
-
-def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    value, grads = jax.value_and_grad(lambda params: jnp.mean(networks.mlp(params, x, jnp.sin) ** 2))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+PARAMS, X = sine_arguments(width=32, layers=8, batch=256)
 
 
 def assert_close(found: Any, expected: Any) -> None:

@@ -1,6 +1,7 @@
 """What `remat_opt.checkpoint` takes and refuses: `jax.checkpoint`'s own behaviour, or better."""
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from test_checkpoint_transforms import assert_close, checkpoints_in, data, loss, network
 
 import remat_opt
+import remat_opt.segmentation
+from remat_opt.program import compat
 
 checkpoint = remat_opt.checkpoint
 
@@ -140,6 +143,49 @@ def test_functions_without_a_reverse_derivative_run_and_say_so_when_asked() -> N
         jax.grad(checkpoint(loop))(x)
 
 
+@jax.custom_vjp
+def without_derivative(x):
+    return jnp.sin(x)
+
+
+def refuse(*_: Any) -> Any:
+    raise RuntimeError("nobody needs this derivative")
+
+
+without_derivative.defvjp(refuse, refuse)
+
+
+def test_nobody_is_warned_of_a_derivative_that_nobody_asks_for(recwarn: pytest.WarningsRecorder) -> None:
+    x = jnp.float32(0.5)
+    assert_close(checkpoint(without_derivative)(x), jnp.sin(x))
+    checkpoint(lambda x: jax.lax.fori_loop(0, jnp.int32(x), lambda _, x: x + 1, x))(x)
+    assert not list(recwarn)
+    with pytest.raises(RuntimeError, match="nobody needs"):
+        jax.grad(checkpoint(without_derivative))(x)
+
+
+@pytest.mark.parametrize("stage", ["evaluate", "inline", "prepare"])
+def test_a_derivative_that_only_jax_can_read_is_told_with_the_cause(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise KeyError("a bug in remat_opt")
+
+    monkeypatch.setattr(remat_opt.segmentation, stage, broken)
+    params, x = data()
+
+    def of_stage(params, x):  # another program for each, since decisions are remembered
+        return loss(params, x) * len(stage)
+
+    with pytest.warns(remat_opt.RematWarning, match=r"of_stage: .* failed: KeyError: 'a bug in remat_opt'") as told:
+        found = jax.grad(checkpoint(of_stage))(params, x)
+    assert [one.filename for one in told] == [__file__]
+    assert_close(found, jax.grad(of_stage)(params, x))
+    assert checkpoints_in(checkpoint(of_stage), params, x) == 1  # and is not told again
+    with pytest.raises(KeyError, match="a bug in remat_opt"):
+        checkpoint(of_stage).plan(params, x)
+
+
 def test_functions_of_integers() -> None:
     assert int(checkpoint(lambda n: n * 2 + 1)(3)) == 7
     with pytest.raises(TypeError, match="grad requires real- or complex-valued inputs"):
@@ -221,34 +267,41 @@ def test_without_jit_at_all() -> None:
 # The user's own names and checkpoints
 
 
+USERS_POLICY = jax.checkpoint_policies.dots_saveable
+
+
 def with_names(params: Any, x: jax.Array) -> jax.Array:
     for layer in params:
         x = checkpoint_name(jnp.tanh(x @ layer["w"]), "wide")
-        x = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x) * x, "narrow"))(x)
+        x = jax.checkpoint(lambda x: checkpoint_name(jnp.sin(x) * x, "narrow"), policy=USERS_POLICY)(x)
     return (x**2).mean()
 
 
-def names_in(fun: Any, *args: Any) -> set[str]:
-    from remat_opt.program import compat
+def equations_in(fun: Any, *args: Any) -> list[Any]:
+    """All equations of a function when it is traced, inner ones included."""
 
-    def collect(jaxpr: Any) -> set[str]:
-        found: set[str] = set()
+    def collect(jaxpr: Any) -> Iterator[Any]:
         for equation in compat.bare_jaxpr(jaxpr).eqns:
-            if equation.primitive is compat.name_p:
-                found.add(equation.params["name"])
+            yield equation
             for inner in compat.jaxprs_in(equation.params):
-                found |= collect(inner)
-        return found
+                yield from collect(inner)
 
-    return collect(jax.make_jaxpr(fun)(*args))
+    return list(collect(jax.make_jaxpr(fun)(*args)))
 
 
 def test_the_users_names_and_checkpoints_are_replaced_or_kept() -> None:
     args = data()
-    replaced = names_in(checkpoint(with_names), *args)
-    kept = names_in(checkpoint(with_names, keep_user_names=True), *args)
-    assert not {"wide", "narrow"} & replaced
-    assert {"wide", "narrow"} <= kept
+    replaced, kept = (equations_in(checkpoint(with_names, keep_user_names=keep), *args) for keep in (False, True))
+    of_replaced, of_kept = (
+        {one.params["name"] for one in found if one.primitive is compat.name_p} for found in (replaced, kept)
+    )
+    assert not {"wide", "narrow"} & of_replaced
+    assert {"wide", "narrow"} <= of_kept
+    regions = [
+        sum(one.params["policy"] is USERS_POLICY for one in found if one.primitive is compat.remat_p)
+        for found in (replaced, kept)
+    ]
+    assert regions == [0, len(args[0])]
     for keep in (False, True):
         ours = jax.jit(jax.grad(checkpoint(with_names, keep_user_names=keep)))(*args)
         assert_close(ours, jax.jit(jax.grad(with_names))(*args))

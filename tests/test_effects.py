@@ -15,6 +15,7 @@ from jax.extend.core import jaxprs_in_params, primitives
 
 from remat_opt import RematWarning, optimize
 from remat_opt.program import compat
+from remat_opt.program.effects import is_stateful
 
 pytestmark = pytest.mark.short
 
@@ -179,7 +180,7 @@ def test_no_effect_stands_in_a_recomputed_segment(name: str) -> None:
     for segment in segments:
         for equation in equations_in(segment.params["jaxpr"]):
             assert not equation.effects
-            assert not compat.is_stateful(equation.primitive, equation.params)
+            assert not is_stateful(equation.primitive, equation.params)
 
 
 def test_prints_come_once_and_in_order(capfd: pytest.CaptureFixture) -> None:

@@ -8,22 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import step_networks as networks
 from jax.extend.core import jaxpr_as_fun, primitives
+from step_networks import sine_arguments
+from step_networks import sine_step as step
 
 import remat_opt.prepared
 from remat_opt import RematWarning, optimize
 
 pytestmark = pytest.mark.short
 
-WIDTH, LAYERS, BATCH = 16, 6, 128
-PARAMS = networks.mlp_params(np.random.default_rng(0), [WIDTH] * (LAYERS + 1))
-X = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, WIDTH)), jnp.float32)
-
-
-def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    value, grads = jax.value_and_grad(lambda params: jnp.mean(networks.mlp(params, x, jnp.sin) ** 2))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+PARAMS, X = sine_arguments(width=16, layers=6, batch=128)
 
 
 EXPECTED = jax.jit(step)(PARAMS, X)
@@ -39,8 +33,8 @@ STAGES = {
     "names": "remat_opt.prepared.name_values",
     "fingerprint": "remat_opt.prepared.fingerprint",
     "writing": "remat_opt.prepared.write",
-    "compiling candidates": "remat_opt.optimized._compile",
-    "options": "remat_opt.optimized.compiler_options_for",
+    "compiling candidates": "remat_opt.optimized.compile_as_called",
+    "options": "remat_opt.jit_options.compiler_options_for",
 }
 
 

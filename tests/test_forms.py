@@ -32,25 +32,7 @@ def scanned():
     return models.step_of(loss, params, models.normal(4, BATCH, WIDTH), tx=optax.adam(1e-2))
 
 
-def micro_batches():
-    """A gradient in every turn of a loop."""
-
-    def loss(params, x):
-        for w in params:
-            x = jnp.tanh(jnp.sin(x @ w))
-        return (x**2).mean()
-
-    def step(state, batches):
-        def body(params, x):
-            gradients = jax.grad(loss)(params, x)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), None
-
-        return (lax.scan(body, state[0], batches)[0],), jnp.float32(0)
-
-    return step, (([models.normal(i, 16, 16) for i in range(12)],), models.normal(20, 3, 512, 16))
-
-
-STEPS = {"layers": scanned, "micro-batches": micro_batches}
+STEPS = {"layers": scanned, "micro-batches": models.updates_in_a_scan}
 
 
 @pytest.fixture(scope="module", params=STEPS)
@@ -121,6 +103,19 @@ def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_least_memor
     assert plans[0].predicted.extra_flops < plans[1].predicted.extra_flops
 
 
+@pytest.mark.parametrize("solver", ["chen", "auto"])
+def test_a_search_is_asked_once_for_each_form_and_limit(solver, monkeypatch):
+    asked = []
+    given = remat_opt.optimize(scanned()[0]).prepare(*scanned()[1])
+    monkeypatch.setattr(
+        remat_opt.forms, "solve", lambda *question: asked.append(question) or remat_opt.pods.solve(*question)
+    )
+    forms = Forms(given, solver)
+    forms.least()
+    forms.frontier(3)
+    assert len(asked) == len(set(asked)) >= len(forms.all)
+
+
 def test_explain_says_what_is_done_to_loops():
     step, arguments = scanned()
     found = remat_opt.optimize(step).explain(*arguments)
@@ -129,5 +124,6 @@ def test_explain_says_what_is_done_to_loops():
     assert loop.bytes < loop.given_bytes
     text = str(found)
     assert f"{LAYERS} steps, {format_bytes(loop.given_bytes)} → {format_bytes(loop.bytes)}: keeps its carry" in text
-    inside = remat_opt.optimize(micro_batches()[0]).explain(*micro_batches()[1])
+    step, arguments = models.updates_in_a_scan()
+    inside = remat_opt.optimize(step).explain(*arguments)
     assert "In the body of 1 loop values are computed again" in str(inside)

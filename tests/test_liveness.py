@@ -9,7 +9,7 @@ from random_graphs import Sketch, graphs_with_choices, training_chain, training_
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.fusion import fuse, materialised
 from remat_opt.graph.graph import Graph, Kind, chain
-from remat_opt.graph.liveness import Buffer, simulate
+from remat_opt.graph.liveness import Buffer, least_possible, simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
 
 
@@ -227,6 +227,18 @@ def test_the_simulation_agrees_with_the_rules_read_slowly(drawn: tuple[Graph, Ch
     graph, choice = drawn
     schedule = derive(graph, choice, early_order(graph))
     assert simulate(graph, schedule).live.tolist() == SlowSimulation(graph, schedule).live()
+
+
+def test_no_schedule_needs_less_than_one_op() -> None:
+    assert least_possible(chain([3, 5, 2, 7])) == 8
+    assert least_possible(training_chain([10, 20, 30])) == 110 - 10  # the cotangent of 20 is made of 30, its and 20
+
+
+@settings(max_examples=300)
+@given(graphs_with_choices(max_layers=7))
+def test_the_least_possible_peak_is_below_that_of_any_schedule(drawn: tuple[Graph, Choice]) -> None:
+    graph, choice = drawn
+    assert least_possible(graph) <= simulate(graph, derive(graph, choice, early_order(graph))).peak
 
 
 @given(unfused_training_graphs())

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from benchmarks import loops
-from benchmarks.predicted_memory import load
 from benchmarks.refresh_readme import ROOT, loops_table
+from benchmarks.results_file import load
 
 KEPT = load(loops.FILE)
 

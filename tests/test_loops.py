@@ -332,19 +332,7 @@ def test_a_plan_with_loops_can_be_saved_and_used_again(tmp_path):
 
 
 def test_a_gradient_inside_a_scan_is_divided_into_segments_there():
-    def loss(p, x):
-        for w in p:
-            x = jnp.tanh(jnp.sin(x @ w))
-        return (x**2).mean()
-
-    def step(state, batches):
-        def body(p, x):
-            gradients = jax.grad(loss)(p, x)
-            return jax.tree.map(lambda p, g: p - 0.1 * g, p, gradients), None
-
-        return (lax.scan(body, state[0], batches)[0],), jnp.float32(0)
-
-    arguments = (([models.normal(i, 16, 16) for i in range(12)],), models.normal(20, 3, 512, 16))
+    step, arguments = models.updates_in_a_scan()
     optimized = remat_opt.optimize(step)
     assert optimized.plan(*arguments).loop_bodies == 1
     plain = jax.jit(step)

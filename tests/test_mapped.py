@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec
 
 import remat_opt
 from remat_opt.program import compat
-from remat_opt.program.inline import communicates, inline
+from remat_opt.program.effects import communicates
+from remat_opt.program.inline import inline
 from remat_opt.program.mapped import in_two_parts
 
 P = PartitionSpec

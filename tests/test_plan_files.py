@@ -15,20 +15,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import step_networks as networks
+from step_networks import sine_arguments
+from step_networks import sine_step as step
 
 from remat_opt import Plan, PlanError, RematWarning, optimize
 
 pytestmark = pytest.mark.short
 
-WIDTH, LAYERS, BATCH = 16, 6, 128
-PARAMS = networks.mlp_params(np.random.default_rng(0), [WIDTH] * (LAYERS + 1))
-X = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, WIDTH)), jnp.float32)
-
-
-def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    value, grads = jax.value_and_grad(lambda params: jnp.mean(networks.mlp(params, x, jnp.sin) ** 2))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+PARAMS, X = sine_arguments(width=16, layers=6, batch=128)
 
 
 def assert_right(found: Any, x: jax.Array = X) -> None:

@@ -9,6 +9,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import remat_opt
+from remat_opt.graph.cost import Rates
+from remat_opt.looping import body_in_segments
+from remat_opt.program.capture import capture
+from remat_opt.search import SOLVERS
 
 LAYERS, WIDTH, BATCH = 12, 16, 512
 P = PartitionSpec
@@ -72,3 +76,18 @@ def test_a_branch_that_is_not_taken_changes_nothing():
     step, (weights, x) = conditional()
     found, _ = remat_opt.optimize(step)(weights, x.at[0, 0].set(jnp.nan))
     jax.tree.map(np.testing.assert_array_equal, found, weights)
+
+
+def test_a_body_in_which_one_operation_needs_almost_all_is_not_searched(monkeypatch):
+    searched = []
+    search = SOLVERS["auto"]
+    monkeypatch.setitem(SOLVERS, "auto", lambda problem, budget: searched.append(problem) or search(problem, budget))
+
+    def in_segments(fun):
+        program = capture(jax.jit(fun), (params(), models.normal(20, BATCH, WIDTH)), {}).program
+        return body_in_segments(program, Rates(4e12, {"float32": 6e13}), (False,) * len(program.inputs), 0.0, {})
+
+    assert in_segments(loss) is None  # forward alone: a layer's operand and result, and nothing else
+    assert not searched
+    assert in_segments(jax.grad(loss)) is not None
+    assert searched

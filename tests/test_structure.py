@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "compilers": {"compilers", "program", "graph"},
     "loops": {"loops", "program", "graph"},
     "write": {"write", "program", "graph"},
-    "targets": {"targets", "program.compat"},
+    "targets": {"targets", "program.compat", "program.scopes"},
     "report": {"report", "program", "graph", "loops", "search", "write", "targets", "plan", "budget"},
     "examples": {"examples"},
 }

@@ -124,6 +124,16 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     return Liveness(live, lives)
 
 
+def least_possible(graph: Graph) -> int:
+    """Bytes that no schedule's peak is below: what some op needs while it runs, its operands, results and workspace."""
+    free = {*graph.inputs, *graph.outputs}
+    needed = ({*op.inputs, *op.outputs} - free for op in graph.ops)
+    return max(
+        (op.workspace + sum(graph.sizes[v] for v in values) for op, values in zip(graph.ops, needed, strict=True)),
+        default=0,
+    )
+
+
 def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, int]:
     """The ops in order with their positions, and the position of the return."""
     lengths = np.array([len(run.ops) for run in schedule.runs], dtype=np.int64)

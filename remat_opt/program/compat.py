@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -59,20 +58,9 @@ layout_constraint_p = _primitive_of(lambda x: with_layout_constraint(x, Layout((
 shard_map_p = _mapping().primitive
 pvary_p = _mapping().params["jaxpr"].eqns[0].primitive  # moves nothing: a type for the checks of shard_map
 
-# Never run twice: XLA's own generator keeps a state on the device, and a callback's host function is the user's.
+# XLA's own generator keeps a state on the device, and a callback's host function is the user's (see `effects.py`).
 _pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
 STATEFUL = frozenset({primitives.rng_uniform_p, _pure_callback_p})
-
-
-def is_stateful(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether a second run of an equation could differ from the first, or be noticed; inner jaxprs are read, too."""
-    if primitive in STATEFUL:
-        return True
-    return any(
-        is_stateful(equation.primitive, equation.params)
-        for jaxpr in jaxprs_in(params)
-        for equation in bare_jaxpr(jaxpr).eqns
-    )
 
 
 # What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has
@@ -171,19 +159,6 @@ def equation_context(source_info: Any, context: Any, scope: str | None = None) -
         yield
 
 
-_RECOMPUTED = re.compile(r"\brecomputed((?:_\d+)+)\b")
-
-
-def recomputed_scope(path: str) -> str:
-    """The name scope of what is computed again: "recomputed_12_7" for the path "_12_7"."""
-    return f"recomputed{path}"
-
-
-def recomputed_in(names: str) -> list[tuple[int, ...]]:
-    """The paths of all such scopes in the names that a compiled program has for its operations."""
-    return [tuple(map(int, path.split("_")[1:])) for path in _RECOMPUTED.findall(names)]
-
-
 def place_of(source_info: Any) -> str:
     """Where an equation comes from: its name stack, and the line of the user's program."""
     return f"{source_info.name_stack} {source_info_util.summarize(source_info)}"
@@ -215,15 +190,6 @@ def abstract(aval: Any, sharding: Any = None) -> Any:
     if manual := getattr(aval, "manual_axis_type", None):
         kept["manual_axis_type"] = manual
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **kept)
-
-
-def array_of(literal: Any, aval: Any) -> Any:
-    """A literal of a jaxpr as an array of its type, weak where the literal is."""
-    if isinstance(literal, jax.Array):
-        return literal
-    if getattr(aval, "weak_type", False):
-        return jax.numpy.asarray(np.asarray(literal).item())
-    return jax.numpy.asarray(literal, aval.dtype)
 
 
 def bare_jaxpr(jaxpr: Any) -> Any:

@@ -16,6 +16,8 @@ import numpy as np
 from jax.extend.core import primitives
 
 from remat_opt.program import compat
+from remat_opt.program.effects import communicates, is_stateful
+from remat_opt.program.scopes import recomputed_scope
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -85,18 +87,7 @@ def scope_of(program: Program, equation: Equation) -> str | None:
     """The name scope for one of a program's equations where it is computed again; None where there are no marks."""
     if program.marks is None or not equation.outputs:
         return None
-    return compat.recomputed_scope(f"{program.marks}_{equation.outputs[0]}")
-
-
-def communicates(primitive: Any, params: dict[str, Any]) -> bool:
-    """Whether an equation is an explicit collective, or has one in it."""
-    if primitive in compat.COLLECTIVES:
-        return True
-    return any(
-        communicates(equation.primitive, equation.params)
-        for jaxpr in compat.jaxprs_in(params)
-        for equation in compat.bare_jaxpr(jaxpr).eqns
-    )
+    return recomputed_scope(f"{program.marks}_{equation.outputs[0]}")
 
 
 def may_run_again(program: Program, equation: Equation) -> bool:
@@ -106,7 +97,7 @@ def may_run_again(program: Program, equation: Equation) -> bool:
         effects = compat.without_axis_effects(effects)
     elif communicates(equation.primitive, equation.params):
         return False
-    if effects or compat.is_stateful(equation.primitive, equation.params):
+    if effects or is_stateful(equation.primitive, equation.params):
         return False
     return program.run_once.isdisjoint(equation.outputs) and not any((v,) in program.pinned for v in equation.outputs)
 
@@ -288,7 +279,7 @@ def _does_nothing(equation: Any) -> bool:
 
 def _number(equation: Any, inputs: tuple) -> Any | None:
     """The value number: equal keys compute equal values. None where two runs may differ or the key cannot be told."""
-    if compat.is_stateful(equation.primitive, equation.params):
+    if is_stateful(equation.primitive, equation.params):
         return None
     try:
         params = tuple(sorted((name, _hashable(value)) for name, value in equation.params.items()))

@@ -13,7 +13,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Equation, Program, communicates
+from remat_opt.program.effects import communicates
+from remat_opt.program.inline import Equation, Program
 
 
 def in_two_parts(program: Program) -> Program:

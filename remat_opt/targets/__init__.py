@@ -1,3 +1,4 @@
+from remat_opt.targets.compile import compile_lowered as compile_lowered
 from remat_opt.targets.compile import is_attached as is_attached
 from remat_opt.targets.compile import measure_flat as measure_flat
 from remat_opt.targets.devices import TARGETS as TARGETS

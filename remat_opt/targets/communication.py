@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remat_opt.program import compat
+from remat_opt.program.scopes import recomputed_in
 
 _COLLECTIVE = re.compile(
     r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|collective-permute)"
@@ -62,7 +62,7 @@ def read_collectives(text: str) -> Collectives:
             found = _COLLECTIVE.search(line)
             if found:
                 arrays += times * max(1, found[1].count("%"))
-                recomputed.update(compat.recomputed_in(line))
+                recomputed.update(recomputed_in(line))
     return Collectives(arrays, tuple(sorted(recomputed)))
 
 

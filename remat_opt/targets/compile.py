@@ -97,9 +97,23 @@ def _measure_here(
         return list(fun(*values))
 
     lowered = jax.jit(program, donate_argnums=donated, keep_unused=keep_unused).lower(*avals)
-    start = time.perf_counter()
+    return compile_lowered(lowered, target, compiler_options)
+
+
+def compile_lowered(lowered: Any, target: Target, compiler_options: Mapping[str, Any] | None = None) -> Figures:
+    """Compile what was lowered for the attached backend, and read the compiler's figures.
+
+    Args:
+        lowered: what `jax.jit(...).lower(...)` returns.
+        target: the attached backend.
+        compiler_options: beside those of the jit.
+
+    Raises:
+        CompilationFailed: the compiler refuses it (`CompilationOutOfMemory`: it does not fit the device).
+    """
+    started = time.perf_counter()
     try:
-        compiled = lowered.compile(compiler_options=dict(compiler_options) or None)
+        compiled = lowered.compile(compiler_options=dict(compiler_options or {}) or None)
     except jax.errors.JaxRuntimeError as error:
         raise compiler_error(str(error), target.name, target.platform) from error
-    return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - start)
+    return read_figures(compiled, target=target, compile_seconds=time.perf_counter() - started)

@@ -12,10 +12,12 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, communicates
+from remat_opt.program.effects import communicates, is_stateful
+from remat_opt.program.inline import Constant, Equation, Program
 
 _RESULT = -1  # stands for the function's results among the readers of a value
 
@@ -58,7 +60,7 @@ def is_repeatable(equation: Equation) -> bool:
     devices."""
     if communicates(equation.primitive, equation.params):
         return False
-    return not equation.effects and not compat.is_stateful(equation.primitive, equation.params)
+    return not equation.effects and not is_stateful(equation.primitive, equation.params)
 
 
 def write_segments(program: Program, layout: Layout, arguments: Sequence[Any]) -> list[Any]:
@@ -84,7 +86,7 @@ def evaluate(program: Program, arguments: Sequence[Any], name: Callable[[int, An
         with compat.equation_context(equation.source_info, equation.context):
             results = compat.bind_equation(equation.primitive, equation.params, inputs)
         environment.update((v, name(v, x)) for v, x in zip(equation.outputs, results, strict=True))
-    return [compat.array_of(x.value, x.aval) if isinstance(x, Constant) else environment[x] for x in program.outputs]
+    return [_array_of(x.value, x.aval) if isinstance(x, Constant) else environment[x] for x in program.outputs]
 
 
 class _Writer:
@@ -110,7 +112,7 @@ class _Writer:
         self.run_segments(self.layout.segments, frozenset(), environment)
         on_demand: dict[int, Any] = {}
         return [
-            compat.array_of(x.value, x.aval) if isinstance(x, Constant) else self.read(x, environment, on_demand)
+            _array_of(x.value, x.aval) if isinstance(x, Constant) else self.read(x, environment, on_demand)
             for x in self.program.outputs
         ]
 
@@ -240,3 +242,12 @@ def stored_operands(program: Program, on_demand: dict[int, int], operands: Itera
         inputs = program.equations[on_demand[value]].inputs
         stack.extend(x for x in reversed(inputs) if not isinstance(x, Constant))
     return found
+
+
+def _array_of(literal: Any, aval: Any) -> Any:
+    """A literal of a jaxpr as an array of its type, weak where the literal is."""
+    if isinstance(literal, jax.Array):
+        return literal
+    if getattr(aval, "weak_type", False):
+        return jax.numpy.asarray(np.asarray(literal).item())
+    return jax.numpy.asarray(literal, aval.dtype)

@@ -1,0 +1,54 @@
+"""What users are told of a decision, once each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from remat_opt.deciding import Decision
+from remat_opt.falling_back import has_failed
+from remat_opt.planning import made_elsewhere
+from remat_opt.settings import Settings
+from remat_opt.targets import resolve_target
+from remat_opt.warning import RematWarning, callers_level
+
+
+class Teller:
+    """Warns the user of one function.
+
+    Args:
+        fun: the function, for its name.
+        settings: what the user asked for.
+    """
+
+    def __init__(self, fun: Callable, settings: Settings):
+        self._fun = fun
+        self._settings = settings
+        self._told: set[str] = set()
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return getattr(self._fun, "__qualname__", None) or repr(self._fun)
+
+    def tell(self, decision: Decision) -> None:
+        """What the user has to know of a decision."""
+        plan = decision.plan
+        if plan.is_plain:
+            if self._settings.budget.is_promise and not has_failed(plan.note):
+                return  # it fits as it was given
+            self.warn(f"{self.name}: {plan.note}; the step runs as it was given")
+            return
+        if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
+            self.warn(f"{self.name}: {elsewhere} and were not checked here")
+        attached = resolve_target(None).name
+        if plan.target != attached:
+            self.warn(
+                f"{self.name}: planned for {plan.target}, called on {attached}: its figures were not checked here"
+            )
+
+    def warn(self, message: str) -> None:
+        """Say something, if it was not said before."""
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=callers_level())
