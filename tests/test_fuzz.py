@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import primitives
 
+import remat_opt
 import remat_opt.forms
 import remat_opt.prepared
 from remat_opt.prepared import prepare
@@ -179,3 +180,27 @@ def test_arrays_that_a_branch_closes_over_are_found_where_its_memory_is_foreseen
     branches = [one.params["branches"] for one in captured.program.equations if one.primitive is primitives.cond_p]
     assert any(compat.constants_of(branch) for pair in branches for branch in pair)
     assert prepare(captured, resolve_target("cpu")).problem.plain.peak > 0
+
+
+def test_barriers_in_small_loops_reach_the_cpu() -> None:
+    """Kept barriers had no code in loops that the compiler hoists into one kernel; those of several arrays abort it."""
+
+    def body(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        held = jax.lax.optimization_barrier(jnp.sin(x))
+        return jnp.cos(carry) + held, held
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            h = x
+            for _ in range(6):
+                h = jnp.sin(jnp.sin(h @ w))
+            return jnp.mean(h**2) + jnp.sum(jax.lax.scan(body, w[0], w[:5])[0])
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    w, x = 0.1 * jnp.eye(8), jnp.ones((256, 8))
+    optimized = remat_opt.optimize(step)
+    assert not optimized.plan(w, x).is_plain
+    for found, expected in zip(optimized(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
