@@ -199,7 +199,42 @@ def compare(
     )
 
 
+BUDGETS = (0.5, 0.3, "15MB", "6MB")
+
+
+def compare_budgets(name: str) -> None:
+    """Plan a step of 16 layers, its batch divided among all devices, for budgets; print what one device needs."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    weights = [0.1 * jax.random.normal(jax.random.key(i), (64, 64)) for i in range(16)]
+    state = jax.device_put((weights, OPTIMIZER.init(weights)), NamedSharding(mesh, P()))
+    x = jax.device_put(jax.random.normal(jax.random.key(99), (8192, 64)), NamedSharding(mesh, P("data")))
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(jnp.sin(x @ w) * x)
+        return (x**2).mean()
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state[0], x)
+        return updated(state, gradients), value
+
+    found: dict[str, Any] = {"name": name}
+    for budget in BUDGETS:
+        plan = remat_opt.optimize(step, donate_argnums=0, budget=budget).plan(state, x)
+        figures = plan.measured or plan.plain_measured
+        found[str(budget)] = {
+            "is plain": plan.is_plain,
+            "plain temporary": plan.plain_measured and plan.plain_measured.temp_bytes,
+            "temporary": figures.temp_bytes,
+            "peak": figures.physical_peak_bytes,
+            "extra": plan.predicted.extra_flops / plan.predicted.flops,
+        }
+    print(json.dumps(found), flush=True)
+
+
 def run(name: str) -> None:
+    if name == "budgets":
+        return compare_budgets(name)
     kind = name.removesuffix(", repeated")
     ours = {"repeat_collectives": True} if name.endswith("repeated") else {}
     state = jax.eval_shape(new_state)
