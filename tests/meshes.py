@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import remat_opt
+import remat_opt.optimized
 from remat_opt.targets.communication import read_collectives
 
 LAYERS, WIDTH, BATCH = 6, 32, 2048
@@ -219,11 +219,15 @@ def compare_budgets(name: str) -> None:
         return updated(state, gradients), value
 
     found: dict[str, Any] = {"name": name}
+    compiling, counted = remat_opt.optimized.compile_here, []
+    remat_opt.optimized.compile_here = lambda *args: (counted.append(args), compiling(*args))[1]
     for budget in BUDGETS:
+        counted.clear()
         plan = remat_opt.optimize(step, donate_argnums=0, budget=budget).plan(state, x)
         figures = plan.measured or plan.plain_measured
         found[str(budget)] = {
             "is plain": plan.is_plain,
+            "compiled": len(counted),
             "plain temporary": plan.plain_measured and plan.plain_measured.temp_bytes,
             "temporary": figures.temp_bytes,
             "peak": figures.physical_peak_bytes,
