@@ -273,3 +273,30 @@ def test_barriers_in_small_loops_reach_the_cpu() -> None:
     assert not optimized.plan(w, x).is_plain
     for found, expected in zip(optimized(w, x), jax.jit(step)(w, x), strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [None, 0.6])
+def test_a_loop_may_be_repeated_for_one_result_where_the_other_is_kept_anyway(budget: float | None) -> None:
+    """The step of the reverse loop then had that one twice where its memory is foreseen, and planning failed."""
+
+    def turn(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ w)
+        return h, jnp.cos(h)
+
+    def layer(h: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        last, path = jax.lax.scan(turn, h, weights)
+        return jnp.sin(jnp.exp(-last)) + jnp.sin(path).sum(0), last
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> Any:
+            h, all_last = jax.lax.scan(layer, x, w)
+            return jnp.mean(h**2), all_last
+
+        (value, kept), gradient = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * gradient, value, kept
+
+    w, x = 0.1 * jnp.ones((8, 3, 8, 8)), jnp.ones((256, 8))
+    optimized = remat_opt.optimize(step, budget=budget)
+    assert not optimized.plan(w, x).is_plain
+    for found, expected in zip(optimized(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
