@@ -72,6 +72,8 @@ class Plan:
         loop_bodies: how many bodies of loops were written again.
         inside_loops: the share of what lies between their least and their plain peak that they may need; None where
             none was written again.
+        gathers_once: of a step that is divided among devices: what is computed again reads the weights that it needs
+            whole as they were gathered before.
     """
 
     fingerprint: str
@@ -92,6 +94,7 @@ class Plan:
     loops: tuple[tuple[int, LoopChoice], ...] = ()
     loop_bodies: int = 0
     inside_loops: float | None = None
+    gathers_once: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -138,6 +141,7 @@ class Plan:
             ],
             "loop_bodies": self.loop_bodies,
             "inside_loops": self.inside_loops,
+            "gathers_once": self.gathers_once,
         }
         document["schedule_digest"] = _digest_of(document["choice"], document["schedule"], document["loops"])
         return json.dumps(document, indent=1)
@@ -200,6 +204,7 @@ class Plan:
             loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
             loop_bodies=int(document["loop_bodies"]),
             inside_loops=document["inside_loops"],
+            gathers_once=document.get("gathers_once", False) is True,  # plans from before have none
         )
 
     def save(self, path: str | Path) -> None:

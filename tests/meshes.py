@@ -148,7 +148,15 @@ def compiled_collectives(text: str) -> int:
 
 
 def compare(
-    name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec, *, by_spec: bool = False, **ours: Any
+    name: str,
+    mesh: Any,
+    fun: Any,
+    specs: Any,
+    batch: PartitionSpec,
+    *,
+    by_spec: bool = False,
+    from_plan: bool = False,
+    **ours: Any,
 ) -> None:
     """Run a step plain and optimised, donated, and print what is the same and what is less.
 
@@ -159,6 +167,7 @@ def compare(
         specs: of the state.
         batch: of the batch.
         by_spec: whether its jit is told partitions alone, of a mesh that is set.
+        from_plan: whether it is optimised by its plan, which was saved and loaded.
         **ours: options of `optimize`.
     """
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, batch))
@@ -167,8 +176,11 @@ def compare(
         "out_shardings": (specs, P()) if by_spec else (shardings[0], NamedSharding(mesh, P())),
         "donate_argnums": 0,
     }
-    functions = jax.jit(fun, **options), remat_opt.optimize(fun, **options, **ours)
     x = jax.device_put(jax.random.normal(jax.random.key(9), (BATCH, WIDTH)), shardings[1])
+    functions = jax.jit(fun, **options), remat_opt.optimize(fun, **options, **ours)
+    if from_plan:
+        plan = functions[1].plan(jax.device_put(new_state(), shardings[0]), x)
+        functions = functions[0], remat_opt.optimize(fun, **options, plan=remat_opt.Plan.from_json(plan.to_json()))
     results, temporary, explicit, texts, value = [], [], [], [], None
     for function in functions:
         state = jax.device_put(new_state(), shardings[0])
@@ -239,7 +251,7 @@ def compare_budgets(name: str) -> None:
 def run(name: str) -> None:
     if name == "budgets":
         return compare_budgets(name)
-    kind = name.removesuffix(", repeated")
+    kind = name.removesuffix(", repeated").removesuffix(", from its plan")
     ours = {"repeat_collectives": True} if name.endswith("repeated") else {}
     state = jax.eval_shape(new_state)
     if kind in ("data", "model", "data and model", "model, in a loop"):
@@ -254,6 +266,10 @@ def run(name: str) -> None:
             fun = step if kind == "set_mesh" else typed_step
             return compare(name, mesh, fun, specs_of(state, True), P("data", None), by_spec=True)
     line = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    if kind in ("weights by data", "weights by data, in a loop"):
+        by_rows = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), state)
+        fun = looped_step if kind.endswith("loop") else step
+        return compare(name, line, fun, by_rows, P("data"), from_plan=name.endswith("plan"), **ours)
     if kind == "shard_map":
         mapped = jax.shard_map(of_one_device, mesh=line, in_specs=(P(), P("data")), out_specs=(P(), P()))
         return compare(name, line, mapped, specs_of(state, False), P("data"), **ours)

@@ -38,6 +38,9 @@ def result(name: str) -> dict[str, Any]:
         "model, in a loop",
         "set_mesh",
         "set_mesh, explicit axes",
+        "weights by data",
+        "weights by data, from its plan",
+        "weights by data, in a loop",
     ],
 )
 def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: str) -> None:
@@ -48,7 +51,9 @@ def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: st
     assert found["same shardings"]
     plain, ours = found["collectives"]
     assert 0 < ours <= plain
-    if "loop" not in name:  # where they do not depend on how often a loop runs, they are counted here, too
+    if (
+        "loop" not in name and "weights" not in name
+    ):  # where they do not depend on how often a loop runs, they are counted here, too
         assert found["all-reduces"] == [plain, ours]
 
 
@@ -57,6 +62,14 @@ def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed()
     assert repeated["collectives"][1] > repeated["collectives"][0] == saved["collectives"][0]
     assert repeated["ours"] < saved["ours"]
     assert repeated["difference"] < 1e-5
+
+
+def test_weights_are_gathered_once_where_the_step_as_given_does_so() -> None:
+    """Each weight is divided among the devices that the batch is divided among, too, and gathered for its product."""
+    once, repeated = result("weights by data"), result("weights by data, repeated")
+    assert repeated["collectives"][1] > repeated["collectives"][0] == once["collectives"][1]
+    assert repeated["ours"] < once["ours"] < 0.4 * once["plain"]
+    assert once["note"] == ""
 
 
 @pytest.mark.parametrize("name", ["shard_map", "explicit", "explicit, in a loop"])
@@ -132,7 +145,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 def test_collectives_are_counted_one_by_one_and_as_often_as_loops_run() -> None:
     # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch.
-    assert read_collectives(COMPILED) == Collectives(2 + 5 + 11 + 1, ((3,), (12, 7)))
+    assert read_collectives(COMPILED) == Collectives(2 + 5 + 11 + 1, ((3,), (12, 7)), gathers=5)
     assert read_collectives("") == Collectives(0)
 
 
