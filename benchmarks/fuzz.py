@@ -66,7 +66,7 @@ class Found:
     """What came of the programs so far.
 
     Attributes:
-        outcomes: by number: "rewritten", "nothing to gain", "wrong", "died twice".
+        outcomes: by number: "rewritten", "nothing to gain", "refused by JAX", "wrong", "died twice".
         compiled: how many were compiled and called as well.
         failures: by number, of those that are wrong: as the worker printed them, the smallest found.
         deaths: of processes.
@@ -84,7 +84,8 @@ class Found:
     @property
     def died_once(self) -> list[Death]:
         """Deaths over programs that passed when they were run again."""
-        return [one for one in self.deaths if self.outcomes.get(one.number) in ("rewritten", "nothing to gain")]
+        failed = ("wrong", "died twice")
+        return [one for one in self.deaths if self.outcomes.get(one.number, failed[0]) not in failed]
 
     @property
     def is_right(self) -> bool:
@@ -218,6 +219,7 @@ def report(console: Console, seed: int, found: Found) -> None:
         "programs": len(found.outcomes),
         "rewritten": found.count("rewritten"),
         "compiled, too": found.compiled,
+        "refused by JAX as they were given": found.count("refused by JAX"),
         "wrong": found.count("wrong"),
         "the process died twice": found.count("died twice"),
         "the process died, and passed when run again": len(found.died_once),

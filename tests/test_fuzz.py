@@ -201,6 +201,33 @@ def test_a_worker_says_what_it_begins_and_what_came_of_it(
     assert of_large[-1]["outcome"] == "wrong"
 
 
+REFUSED = """
+import jax
+
+@jax.custom_vjp
+def rule(x):
+    return x
+
+rule.defvjp(lambda x: (x, None), lambda kept, g: (g,))
+
+def step(x):
+    return jax.jvp(rule, (x,), (x,))
+
+def arguments():
+    return (1.0,)
+"""
+
+
+def test_a_program_that_jax_refuses_is_not_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = RandomProgram(REFUSED, ()), How("cpu", "auto", None), 1
+    monkeypatch.setattr(fuzz_worker, "drawn", lambda seed, number: drawn)
+    fuzz_worker.check_number(0, 1)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"number": 1, "outcome": "refused by JAX", "compiled": False}
+
+
 # What was found
 
 
