@@ -70,6 +70,9 @@ def test_weights_are_gathered_once_where_the_step_as_given_does_so() -> None:
     assert repeated["collectives"][1] > repeated["collectives"][0] == once["collectives"][1]
     assert repeated["ours"] < once["ours"] < 0.4 * once["plain"]
     assert once["note"] == ""
+    # In a loop both the repeated forward step and the backward one read a slice of the same weights.
+    looped = result("weights by data, in a loop")
+    assert looped["ours"] < 0.4 * looped["plain"]
 
 
 @pytest.mark.parametrize("name", ["shard_map", "explicit", "explicit, in a loop"])
