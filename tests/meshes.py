@@ -99,6 +99,16 @@ def typed_step(state: Any, x: jax.Array) -> Any:
     return updated(state, gradients), value
 
 
+def gathering_step(state: Any, x: jax.Array) -> Any:
+    """The step for weights whose rows are divided among explicit axes: it says itself where they are gathered."""
+
+    def gathering_loss(params: Any, x: jax.Array) -> jax.Array:
+        return loss(jax.tree.map(lambda part: jax.sharding.reshard(part, P()), params), x)
+
+    value, gradients = jax.value_and_grad(gathering_loss)(state[0], x)
+    return updated(state, jax.tree.map(lambda whole: jax.sharding.reshard(whole, P("data")), gradients)), value
+
+
 def looped_loss(params: Any, x: jax.Array) -> jax.Array:
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *params)
 
@@ -266,8 +276,14 @@ def run(name: str) -> None:
             fun = step if kind == "set_mesh" else typed_step
             return compare(name, mesh, fun, specs_of(state, True), P("data", None), by_spec=True)
     line = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    by_rows = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), state)
+    if kind == "weights by data, explicit axes":
+        typed = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(typed):
+            return compare(name, typed, gathering_step, by_rows, P("data", None), by_spec=True)
+    if kind == "weights by data, half":
+        return compare(name, line, step, by_rows, P("data"), budget=0.5)
     if kind in ("weights by data", "weights by data, in a loop"):
-        by_rows = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), state)
         fun = looped_step if kind.endswith("loop") else step
         return compare(name, line, fun, by_rows, P("data"), from_plan=name.endswith("plan"), **ours)
     if kind == "shard_map":

@@ -40,6 +40,8 @@ def result(name: str) -> dict[str, Any]:
         "set_mesh, explicit axes",
         "weights by data",
         "weights by data, from its plan",
+        "weights by data, half",
+        "weights by data, explicit axes",
         "weights by data, in a loop",
     ],
 )
