@@ -5,93 +5,236 @@
     python -m benchmarks.fuzz --seed 0 --start 17 --programs 1           # one of them again
 
 Each program is planned for a random target, with a random solver and budget, and run op by op, plain and rewritten:
-every result must have the same bits. One in ten is compiled and called as users do, too. A program that fails is made
-smaller, and the smallest one is printed as source. The exit status is 1 where any failed.
+every result must have the same bits. One in ten is compiled and called as users do, too. A program that is wrong is
+made smaller, and the smallest one is printed as source.
+
+The programs run in child processes (`fuzz_worker`), a hundred in each: the compiler can end a process. A program in
+which one died is run again in a fresh process, and then the next one. The exit status is 1 where any was wrong or any
+process died twice over the same program.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
 import os
-import random
-import resource
 import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
-import traceback
-import warnings
-from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-# Nothing here is timed, and most of the time goes into compiling single operations. Before jax is imported.
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import jax
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.syntax import Syntax
 from rich.table import Table
 
-from tests.program_checks import How, any_way, check_compiled, check_rewritten
-from tests.random_programs import SIZES, RandomProgram, random_program
-
-MOST_MEMORY = 3 << 30  # bytes, above which compiled operations are forgotten
-COMPILED = 10  # one in so many
-MOST_SECONDS = 300  # for one program; one that takes longer has failed
+CHECKOUT = Path(__file__).parent.parent
+WORKER = (sys.executable, "-W", "ignore", "-m", "benchmarks.fuzz_worker")
+# Nothing here is timed, and most of the time goes into compiling single operations.
+QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+CHUNK = 100  # programs of one process; what they compile takes 2 GB
+MOST_SECONDS = 300  # for one program; one that takes longer is wrong
+MOST_SILENCE = 2 * MOST_SECONDS  # where a process does not even notice that, it is ended
+LAST_LINES = 12  # of what a process that died had printed
 
 
 @dataclasses.dataclass(frozen=True)
-class Failure:
-    """A program for which something did not hold, as small as it was found."""
+class Death:
+    """The end of a process over a program.
+
+    Attributes:
+        number: of the program.
+        stage: what was being done with it.
+        cause: the signal or exit status, and the last lines of the process's errors.
+    """
 
     number: int
-    statements: int
-    program: RandomProgram
-    how: How
-    message: str
+    stage: str
+    cause: str
 
 
-def drawn(seed: int, number: int, statements: int | None = None) -> tuple[RandomProgram, How, int]:
-    """A program of a seed, by its number, with fewer statements on request; how it is rewritten; its statements."""
-    source = random.Random(f"{seed}/{number}")
-    how, count = any_way(source), source.choice(SIZES)
-    return random_program(source, statements or count), how, statements or count
+@dataclasses.dataclass
+class Found:
+    """What came of the programs so far.
+
+    Attributes:
+        outcomes: by number: "rewritten", "nothing to gain", "refused by JAX", "wrong", "died twice".
+        compiled: how many were compiled and called as well.
+        failures: by number, of those that are wrong: as the worker printed them, the smallest found.
+        deaths: of processes.
+    """
+
+    outcomes: dict[int, str] = dataclasses.field(default_factory=dict)
+    compiled: int = 0
+    failures: dict[int, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    deaths: list[Death] = dataclasses.field(default_factory=list)
+
+    def count(self, *outcomes: str) -> int:
+        """How many programs came to one of these."""
+        return sum(outcome in outcomes for outcome in list(self.outcomes.values()))  # while others add to it
+
+    @property
+    def died_once(self) -> list[Death]:
+        """Deaths over programs that passed when they were run again."""
+        failed = ("wrong", "died twice")
+        return [one for one in self.deaths if self.outcomes.get(one.number, failed[0]) not in failed]
+
+    @property
+    def is_right(self) -> bool:
+        """Whether every program kept what it has to keep."""
+        return not self.count("wrong", "died twice")
 
 
-def check(program: RandomProgram, how: How, number: int) -> bool:
-    """Whether a program was rewritten; raises where anything is wrong."""
-    signal.signal(signal.SIGALRM, too_long)
-    signal.alarm(MOST_SECONDS)
-    try:
-        rewritten = check_rewritten(program, how)
-        if rewritten and number % COMPILED == 0:
-            check_compiled(program, 0.7)
-        return rewritten
-    finally:
-        signal.alarm(0)
+class Runner:
+    """Runs programs in child processes and notes what becomes of them.
+
+    Args:
+        seed: of the programs.
+        tell: called with a line for the user.
+        until: time of `time.monotonic`, after which no further program begins.
+        command: of the process, to which the seed and the numbers are added.
+        silence: seconds after which a process that prints nothing is ended.
+    """
+
+    def __init__(
+        self,
+        seed: int,
+        tell: Callable[[str], None] = print,
+        until: float = math.inf,
+        command: Sequence[str] = WORKER,
+        silence: float = MOST_SILENCE,
+    ):
+        self.seed, self.tell, self.until, self.command, self.silence = seed, tell, until, command, silence
+        self.found = Found()
+        self.lock = threading.Lock()
+
+    def run(self, numbers: Sequence[int]) -> None:
+        """Run programs by their numbers, in a process of their own, and in another one after each death."""
+        rest = list(numbers)
+        while rest and time.monotonic() < self.until:
+            death = self.one_process(rest)
+            if death is not None:
+                self.note_death(death)
+            rest = [number for number in rest if number not in self.found.outcomes]
+
+    def one_process(self, numbers: Sequence[int]) -> Death | None:
+        """Run programs in one process until all are done, the time is up, or the process dies."""
+        number, stage, done = numbers[0], "starting", 0
+        with tempfile.TemporaryFile("w+") as errors:
+            process = subprocess.Popen(
+                [*self.command, str(self.seed), *map(str, numbers)],
+                cwd=CHECKOUT,
+                env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": QUICK},
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+            )
+            assert process.stdout is not None
+            watch = _Watch(process, self.silence)
+            for line in process.stdout:
+                watch.heard()
+                if not line.startswith('{"number"'):
+                    continue  # a program's own
+                said = json.loads(line)
+                number, stage = said["number"], said.get("stage", stage)
+                self.note(said)
+                if "outcome" in said:
+                    done += 1
+                    number, stage = (*numbers, number)[done], "between programs"
+                    if time.monotonic() > self.until:
+                        process.kill()
+                        break
+            status = process.wait()
+            watch.stop()
+            if done == len(numbers) or time.monotonic() > self.until:
+                return None
+            errors.seek(0)
+            last = errors.read().splitlines()[-LAST_LINES:]
+        return Death(number, stage, "\n".join((watch.said or _cause(status), *last)))
+
+    def note(self, said: dict[str, Any]) -> None:
+        """Keep what a process printed."""
+        number = said["number"]
+        with self.lock:
+            if "failure" in said:
+                if number not in self.found.failures:
+                    self.tell(f"program {number} is wrong: {said['failure']['brief']}")
+                self.found.failures[number] = said["failure"]
+            if "outcome" in said:
+                self.found.outcomes[number] = said["outcome"]
+                self.found.compiled += said["compiled"]
+
+    def note_death(self, death: Death) -> None:
+        """Keep how a process ended; over which program one ends twice, it is not run again."""
+        with self.lock:
+            found, number = self.found, death.number
+            self.tell(f"the process died over program {number} ({death.stage}): {death.cause}")
+            if number in found.failures:  # while it was made smaller
+                found.outcomes[number] = "wrong"
+            elif any(one.number == number for one in found.deaths):
+                found.outcomes[number] = "died twice"
+            found.deaths.append(death)
 
 
-def too_long(*_: object) -> None:
-    raise TimeoutError(f"planning, writing and running one small program took more than {MOST_SECONDS} s")
+class _Watch:
+    """Ends a process that has printed nothing for so many seconds."""
+
+    def __init__(self, process: subprocess.Popen, seconds: float):
+        self.process, self.seconds, self.said = process, seconds, ""
+        self.heard()
+
+    def heard(self) -> None:
+        self.stop()
+        self.timer = threading.Timer(self.seconds, self.end)
+        self.timer.daemon = True
+        self.timer.start()
+
+    def end(self) -> None:
+        self.said = f"ended after {self.seconds:g} s without a word"
+        self.process.kill()
+
+    def stop(self) -> None:
+        if hasattr(self, "timer"):
+            self.timer.cancel()
 
 
-def failure_of(seed: int, number: int, statements: int, error: Exception) -> Failure:
-    """The same failure with as few statements as it needs: the first ones of a program are a program, too."""
-    program, how, _ = drawn(seed, number, statements)
-    message = "".join(traceback.format_exception(error, limit=-6))
-    for fewer in range(1, statements):
-        smaller, _, _ = drawn(seed, number, fewer)
-        try:
-            check(smaller, how, number)
-        except type(error) as found:
-            return Failure(number, fewer, smaller, how, "".join(traceback.format_exception(found, limit=-6)))
-        except Exception:
-            continue
-    return Failure(number, statements, program, how, message)
+def _cause(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit status {status}"
+
+
+def report(console: Console, seed: int, found: Found) -> None:
+    """How many programs there were, the smallest one that is wrong, and every death."""
+    table = Table(title=f"random programs of seed {seed}")
+    for column in ("", "programs", "share"):
+        table.add_column(column, justify="left" if not column else "right")
+    rows = {
+        "programs": len(found.outcomes),
+        "rewritten": found.count("rewritten"),
+        "compiled, too": found.compiled,
+        "refused by JAX as they were given": found.count("refused by JAX"),
+        "wrong": found.count("wrong"),
+        "the process died twice": found.count("died twice"),
+        "the process died, and passed when run again": len(found.died_once),
+    }
+    for name, count in rows.items():
+        table.add_row(name, str(count), f"{count / max(len(found.outcomes), 1):.0%}")
+    console.print(table)
+    for death in found.deaths:
+        console.print(f"died over {death.number} ({death.stage}): {death.cause}", markup=False)
+    if found.failures:
+        number, smallest = min(found.failures.items(), key=lambda item: len(item[1]["source"]))
+        console.print(Syntax(smallest["source"], "python", word_wrap=True))
+        console.print(smallest["message"], markup=False)
+        console.print(f"number {number}, {smallest['statements']} statements, {smallest['how']}", markup=False)
+        console.print(f"all that are wrong: {sorted(found.failures)}", markup=False)
 
 
 def main() -> int:
@@ -100,53 +243,38 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="another seed gives other programs")
     parser.add_argument("--start", type=int, default=0, help="number of the first one")
     parser.add_argument("--minutes", type=float, default=math.inf, help="begin no further program after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="how many processes at once")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore")
     console = Console()
     numbers = range(arguments.start, arguments.start + arguments.programs)
-    failures: list[Failure] = []
-    counts: Counter[str] = Counter()
-    began = time.monotonic()
+    runner = Runner(
+        arguments.seed,
+        tell=lambda line: console.print(line, markup=False),
+        until=time.monotonic() + 60 * arguments.minutes,
+    )
+    found, told = runner.found, 0
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
+    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(arguments.jobs) as pool:
         task = progress.add_task("programs", total=len(numbers))
-        for number in numbers:
-            if time.monotonic() - began > 60 * arguments.minutes:
-                console.print(f"stopped before program {number}; go on with --start {number}")
-                break
-            program, how, statements = drawn(arguments.seed, number)
-            counts["programs"] += 1
-            try:
-                rewritten = check(program, how, number)
-                counts["rewritten"] += rewritten
-                counts["compiled, too"] += rewritten and number % COMPILED == 0
-            except Exception as error:
-                failures.append(failure_of(arguments.seed, number, statements, error))
-                console.print(f"program {number} failed: {type(error).__name__}: {str(error)[:300]}", markup=False)
-            progress.update(task, advance=1, description=f"{counts['rewritten']} rewritten, {len(failures)} failed")
-            if not console.is_terminal and counts["programs"] % 100 == 0:
-                console.print(f"{counts['programs']} programs, {counts['rewritten']} rewritten, {len(failures)} failed")
-            if resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 > MOST_MEMORY and number % 50 == 0:
-                jax.clear_caches()
-    report(console, arguments.seed, counts, failures)
-    return 1 if failures else 0
-
-
-def report(console: Console, seed: int, counts: Counter[str], failures: list[Failure]) -> None:
-    """How many programs there were, and the smallest one that failed."""
-    table = Table(title=f"random programs of seed {seed}")
-    for column in ("", "programs", "share"):
-        table.add_column(column, justify="left" if not column else "right")
-    for name in ("programs", "rewritten", "compiled, too"):
-        table.add_row(name, str(counts[name]), f"{counts[name] / max(counts['programs'], 1):.0%}")
-    table.add_row("failed", str(len(failures)), f"{len(failures) / max(counts['programs'], 1):.0%}")
-    console.print(table)
-    if failures:
-        smallest = min(failures, key=lambda failure: len(failure.program.source))
-        console.print(Syntax(repr(smallest.program), "python", word_wrap=True))
-        console.print(smallest.message, markup=False)
-        console.print(f"number {smallest.number}, {smallest.statements} statements, {smallest.how}", markup=False)
-        console.print(f"all that failed: {[failure.number for failure in failures]}", markup=False)
+        chunks = [pool.submit(runner.run, numbers[i : i + CHUNK]) for i in range(0, len(numbers), CHUNK)]
+        try:
+            while any(not chunk.done() for chunk in chunks):
+                time.sleep(0.5)
+                done, bad = len(found.outcomes), found.count("wrong", "died twice")
+                said = f"{found.count('rewritten')} rewritten, {bad} failed, {len(found.deaths)} deaths"
+                progress.update(task, completed=done, description=said)
+                if not console.is_terminal and done // 50 > told:
+                    told = done // 50
+                    console.print(f"{done} programs, {said}")
+        except KeyboardInterrupt:
+            runner.until = 0
+        for chunk in chunks:
+            chunk.result()
+    missing = [number for number in numbers if number not in found.outcomes]
+    if missing:
+        console.print(f"stopped before program {missing[0]}; go on with --start {missing[0]}")
+    report(console, arguments.seed, found)
+    return 0 if found.is_right else 1
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ def checkpoint(
     bytes of its results, and a large layer is divided again inside, for up to two more forward passes.
 
     On the CPU a plain `jax.jit` with jax 0.10 undoes all recomputation, as it does that of `jax.checkpoint`: jit the
-    step with `compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander"}`, or through `remat_opt.optimize`.
+    step with `compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}` (without
+    the second, a barrier in a loop over a few bytes ends the process), or through `remat_opt.optimize`.
 
     Args:
         fun: as for `jax.checkpoint`. Without it, a decorator with these options.

@@ -2,7 +2,9 @@
 
 The compiler that divides a step by its shardings adds collectives, which are in the compiled program alone. So both
 programs are compiled, the step as it was given and as it was planned, and where the second sends more arrays than the
-first, the values for which it sends them are saved and the step is planned again.
+first, the step is planned again. Where weights that are divided are gathered more often, what is computed again reads
+them as they were gathered before (the step as it was given holds them, too); else the values for which arrays are sent
+are saved.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.targets.communication import Path
 
-MOST_ROUNDS = 3  # a step that is planned again may compute other things again
+MOST_ROUNDS = 4  # a step that is planned again may compute other things again
 
 
 def is_divided(program: Program, arguments: Any, jit_options: Any) -> bool:
@@ -67,7 +69,7 @@ def without_repeats(
     Returns:
         The decision that sends least; where all send more than the step as it was given, its note says so.
     """
-    first, plain, pinned = decision, None, frozenset[Path]()
+    first, plain, pinned, once = decision, None, frozenset[Path](), False
     found: list[tuple[int, Decision]] = []
     while not decision.runs_as_given and len(found) < MOST_ROUNDS:
         decision = _measured(measure, decision)
@@ -76,12 +78,17 @@ def without_repeats(
             break
         plain = plain or _plain(measure, prepared, decision)
         found.append((sent.arrays, decision))
-        more = _with_their_like(sent.recomputed, prepared.captured.program)
-        if plain is None or plain.collectives is None or more <= pinned or sent.arrays <= plain.collectives.arrays:
+        if plain is None or plain.collectives is None or sent.arrays <= plain.collectives.arrays:
             break
-        pinned |= more
+        more = _with_their_like(sent.recomputed, prepared.captured.program)
+        if sent.gathers > plain.collectives.gathers and not once:
+            once = True
+        elif more <= pinned:
+            break
+        else:
+            pinned |= more
         try:
-            decision = decide_again(_pinned(prepared, pinned), _remembering(measure, plain))
+            decision = decide_again(_pinned(prepared, pinned).gathering_once(once), _remembering(measure, plain))
         except InfeasibleBudget:
             break
     if not found:

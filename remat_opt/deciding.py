@@ -149,6 +149,7 @@ class Decider:
             loops=written.chosen if written else (),
             loop_bodies=written.bodies if written else 0,
             inside_loops=written.inside if written else None,
+            gathers_once=prepared.captured.program.gathers_once,
         )
         return Decision(prepared, solution, plan)
 

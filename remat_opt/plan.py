@@ -72,6 +72,8 @@ class Plan:
         loop_bodies: how many bodies of loops were written again.
         inside_loops: the share of what lies between their least and their plain peak that they may need; None where
             none was written again.
+        gathers_once: of a step that is divided among devices: what is computed again reads the weights that it needs
+            whole as they were gathered before.
     """
 
     fingerprint: str
@@ -92,6 +94,7 @@ class Plan:
     loops: tuple[tuple[int, LoopChoice], ...] = ()
     loop_bodies: int = 0
     inside_loops: float | None = None
+    gathers_once: bool = False
 
     @property
     def is_plain(self) -> bool:
@@ -139,7 +142,9 @@ class Plan:
             "loop_bodies": self.loop_bodies,
             "inside_loops": self.inside_loops,
         }
-        document["schedule_digest"] = _digest_of(document["choice"], document["schedule"], document["loops"])
+        if self.gathers_once:  # left out elsewhere, as in plans from before there was such a thing
+            document["gathers_once"] = True
+        document["schedule_digest"] = _digest_of_schedule(document)
         return json.dumps(document, indent=1)
 
     @classmethod
@@ -174,7 +179,7 @@ class Plan:
         _check_types(document)
         choice = document["choice"]
         saved = tuple(document["saved"])
-        if _digest_of(document["choice"], document["schedule"], document["loops"]) != document["schedule_digest"]:
+        if _digest_of_schedule(document) != document["schedule_digest"]:
             raise ValueError("choice or schedule, which were edited; only the names under saved may be")
         runs = tuple(Run(_from_ranges(run["ops"]), run["recomputed"]) for run in document["schedule"])
         return cls(
@@ -200,6 +205,7 @@ class Plan:
             loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
             loop_bodies=int(document["loop_bodies"]),
             inside_loops=document["inside_loops"],
+            gathers_once="gathers_once" in document,
         )
 
     def save(self, path: str | Path) -> None:
@@ -290,7 +296,11 @@ def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
     return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk)
 
 
-def _digest_of(*parts: Any) -> str:
+def _digest_of_schedule(document: dict[str, Any]) -> str:
+    """Of all that says how the step is written."""
+    parts = [document[name] for name in ("choice", "schedule", "loops")]
+    if "gathers_once" in document:
+        parts.append({"gathers_once": document["gathers_once"]})
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -115,7 +115,8 @@ def take_over(decider: Decider, plan: Plan) -> Decision:
     try:
         pairs = find_pairs(decider.given.captured.program, keep_checkpoints=decider.settings.keep_user_checkpoints)
         loops = LoopChoices(pairs.pairs, plan.loops, (), pairs.left)
-        prepared = decider.forms.written(loops, plan.inside_loops)
+        prepared = decider.given.gathering_once(plan.gathers_once)
+        prepared = prepared.written(loops, plan.inside_loops, decider.settings.keep_user_checkpoints)
         found = Found(prepared, solution_of(plan, prepared))
     except (ValueError, IndexError, KeyError) as error:
         if isinstance(error, PlanError):

@@ -76,6 +76,14 @@ class Prepared:
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
         return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
 
+    def gathering_once(self, once: bool = True) -> Prepared:
+        """The same step, in which inputs that devices gather are not gathered again for what is computed again."""
+        if once == self.captured.program.gathers_once:
+            return self
+        program = dataclasses.replace(self.captured.program, gathers_once=once)
+        again = prepare(dataclasses.replace(self.captured, program=program), self.target)
+        return dataclasses.replace(again, seconds=self.seconds)
+
     @property
     def is_divided(self) -> bool:
         """Whether it runs on several devices. Its graph has the sizes on all of them together."""

@@ -18,7 +18,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import remat_opt
+import remat_opt.optimized
 from remat_opt.targets.communication import read_collectives
 
 LAYERS, WIDTH, BATCH = 6, 32, 2048
@@ -99,6 +99,16 @@ def typed_step(state: Any, x: jax.Array) -> Any:
     return updated(state, gradients), value
 
 
+def gathering_step(state: Any, x: jax.Array) -> Any:
+    """The step for weights whose rows are divided among explicit axes: it says itself where they are gathered."""
+
+    def gathering_loss(params: Any, x: jax.Array) -> jax.Array:
+        return loss(jax.tree.map(lambda part: jax.sharding.reshard(part, P()), params), x)
+
+    value, gradients = jax.value_and_grad(gathering_loss)(state[0], x)
+    return updated(state, jax.tree.map(lambda whole: jax.sharding.reshard(whole, P("data")), gradients)), value
+
+
 def looped_loss(params: Any, x: jax.Array) -> jax.Array:
     stacked = jax.tree.map(lambda *layers: jnp.stack(layers), *params)
 
@@ -148,7 +158,15 @@ def compiled_collectives(text: str) -> int:
 
 
 def compare(
-    name: str, mesh: Any, fun: Any, specs: Any, batch: PartitionSpec, *, by_spec: bool = False, **ours: Any
+    name: str,
+    mesh: Any,
+    fun: Any,
+    specs: Any,
+    batch: PartitionSpec,
+    *,
+    by_spec: bool = False,
+    from_plan: bool = False,
+    **ours: Any,
 ) -> None:
     """Run a step plain and optimised, donated, and print what is the same and what is less.
 
@@ -159,6 +177,7 @@ def compare(
         specs: of the state.
         batch: of the batch.
         by_spec: whether its jit is told partitions alone, of a mesh that is set.
+        from_plan: whether it is optimised by its plan, which was saved and loaded.
         **ours: options of `optimize`.
     """
     shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), (specs, batch))
@@ -167,8 +186,11 @@ def compare(
         "out_shardings": (specs, P()) if by_spec else (shardings[0], NamedSharding(mesh, P())),
         "donate_argnums": 0,
     }
-    functions = jax.jit(fun, **options), remat_opt.optimize(fun, **options, **ours)
     x = jax.device_put(jax.random.normal(jax.random.key(9), (BATCH, WIDTH)), shardings[1])
+    functions = jax.jit(fun, **options), remat_opt.optimize(fun, **options, **ours)
+    if from_plan:
+        plan = functions[1].plan(jax.device_put(new_state(), shardings[0]), x)
+        functions = functions[0], remat_opt.optimize(fun, **options, plan=remat_opt.Plan.from_json(plan.to_json()))
     results, temporary, explicit, texts, value = [], [], [], [], None
     for function in functions:
         state = jax.device_put(new_state(), shardings[0])
@@ -199,8 +221,47 @@ def compare(
     )
 
 
+BUDGETS = (0.5, 0.3, "15MB", "6MB")
+
+
+def compare_budgets(name: str) -> None:
+    """Plan a step of 16 layers, its batch divided among all devices, for budgets; print what one device needs."""
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    weights = [0.1 * jax.random.normal(jax.random.key(i), (64, 64)) for i in range(16)]
+    state = jax.device_put((weights, OPTIMIZER.init(weights)), NamedSharding(mesh, P()))
+    x = jax.device_put(jax.random.normal(jax.random.key(99), (8192, 64)), NamedSharding(mesh, P("data")))
+
+    def loss(weights: Any, x: jax.Array) -> jax.Array:
+        for w in weights:
+            x = jnp.tanh(jnp.sin(x @ w) * x)
+        return (x**2).mean()
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state[0], x)
+        return updated(state, gradients), value
+
+    found: dict[str, Any] = {"name": name}
+    compiling, counted = remat_opt.optimized.compile_here, []
+    remat_opt.optimized.compile_here = lambda *args: (counted.append(args), compiling(*args))[1]
+    for budget in BUDGETS:
+        counted.clear()
+        plan = remat_opt.optimize(step, donate_argnums=0, budget=budget).plan(state, x)
+        figures = plan.measured or plan.plain_measured
+        found[str(budget)] = {
+            "is plain": plan.is_plain,
+            "compiled": len(counted),
+            "plain temporary": plan.plain_measured and plan.plain_measured.temp_bytes,
+            "temporary": figures.temp_bytes,
+            "peak": figures.physical_peak_bytes,
+            "extra": plan.predicted.extra_flops / plan.predicted.flops,
+        }
+    print(json.dumps(found), flush=True)
+
+
 def run(name: str) -> None:
-    kind = name.removesuffix(", repeated")
+    if name == "budgets":
+        return compare_budgets(name)
+    kind = name.removesuffix(", repeated").removesuffix(", from its plan")
     ours = {"repeat_collectives": True} if name.endswith("repeated") else {}
     state = jax.eval_shape(new_state)
     if kind in ("data", "model", "data and model", "model, in a loop"):
@@ -215,6 +276,16 @@ def run(name: str) -> None:
             fun = step if kind == "set_mesh" else typed_step
             return compare(name, mesh, fun, specs_of(state, True), P("data", None), by_spec=True)
     line = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
+    by_rows = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), state)
+    if kind == "weights by data, explicit axes":
+        typed = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+        with jax.set_mesh(typed):
+            return compare(name, typed, gathering_step, by_rows, P("data", None), by_spec=True)
+    if kind == "weights by data, half":
+        return compare(name, line, step, by_rows, P("data"), budget=0.5)
+    if kind in ("weights by data", "weights by data, in a loop"):
+        fun = looped_step if kind.endswith("loop") else step
+        return compare(name, line, fun, by_rows, P("data"), from_plan=name.endswith("plan"), **ours)
     if kind == "shard_map":
         mapped = jax.shard_map(of_one_device, mesh=line, in_specs=(P(), P("data")), out_specs=(P(), P()))
         return compare(name, line, mapped, specs_of(state, False), P("data"), **ours)

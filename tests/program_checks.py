@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -132,8 +132,10 @@ EXACT = {"xla_cpu_max_isa": "AVX", "xla_allow_excess_precision": False}
 ROUNDING = 2e-5  # of the largest number of a result; what is left: sums in another order
 
 
-def check_compiled(program: RandomProgram, budget: float) -> bool:
+def check_compiled(program: RandomProgram, budget: float, say: Callable[[str], object] = str) -> bool:
     """Call the optimised step as users do and compare with `jax.jit`; whether anything was rewritten.
+
+    `say` is called before each of both, with which it is.
 
     Where rounding decides what a program does (which number is the largest, which branch is taken), so that its plain
     step gives other numbers op by op than compiled, values are not compared.
@@ -147,7 +149,9 @@ def check_compiled(program: RandomProgram, budget: float) -> bool:
         plan = optimized.plan(*program.arguments())
     if plan.is_plain:
         return False
+    say("rewritten")
     found = optimized(*program.arguments())
+    say("plain")
     jitted = jax.jit(program.step, donate_argnums=program.donated, compiler_options=EXACT)
     expected = jitted(*program.arguments())
     assert jax.tree.structure(found) == jax.tree.structure(expected)

@@ -3,8 +3,13 @@
 `python -m benchmarks.fuzz` runs thousands of them.
 """
 
+import io
+import json
 import random
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -15,9 +20,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from jax.extend.core import primitives
+from rich.console import Console
 
+import remat_opt
 import remat_opt.forms
 import remat_opt.prepared
+from benchmarks import fuzz, fuzz_worker
 from remat_opt.prepared import prepare
 from remat_opt.program import compat, inline
 from remat_opt.program.capture import capture
@@ -131,6 +139,100 @@ def test_mistakes_are_noticed(mistake: Callable[[pytest.MonkeyPatch], None], mon
         any(check_rewritten(random_program(source, 16), way) and False for _ in range(40))
 
 
+# The nightly command
+
+
+def test_a_process_that_dies_is_named_and_its_program_is_run_again(tmp_path: Path) -> None:
+    worker = Path(__file__).parent / "dying_worker.py"
+    told: list[str] = []
+    runner = fuzz.Runner(0, told.append, command=(sys.executable, str(worker), str(tmp_path)), silence=2)
+    runner.run(range(1, 11))
+    found = runner.found
+    assert {number for number in range(1, 11) if (tmp_path / f"{number}").exists()} == set(range(1, 11))
+    begun = {number: (tmp_path / f"{number}").read_text().count("begun") for number in range(1, 11)}
+    assert begun == {number: 2 if number in (3, 5, 7) else 1 for number in range(1, 11)}
+    expected = {**dict.fromkeys(range(1, 11), "rewritten"), 5: "died twice", 7: "died twice", 9: "wrong"}
+    assert found.outcomes == expected
+    assert not found.is_right
+    once = found.died_once
+    assert [(one.number, one.stage) for one in once] == [(3, "compiled, rewritten")]
+    assert once[0].cause == "SIGABRT\nCheck failed: buffer != nullptr"
+    assert [one.number for one in found.deaths] == [3, 5, 5, 7, 7, 9]
+    assert "without a word" in found.deaths[3].cause
+    assert found.failures[9]["statements"] == 8
+    console = Console(width=120, record=True, file=io.StringIO())
+    fuzz.report(console, 0, found)
+    printed = console.export_text()
+    for row in ("wrong .* 1 ", "died twice .* 2 ", "passed when run again .* 1 ", "compiled, too .* 5 "):
+        assert re.search(row, printed), row
+    assert "died over 3 (compiled, rewritten): SIGABRT" in printed
+
+
+def test_deaths_alone_are_not_wrong() -> None:
+    found = fuzz.Found(outcomes={1: "rewritten", 2: "nothing to gain"}, deaths=[fuzz.Death(2, "op by op", "SIGABRT")])
+    assert found.is_right
+    assert found.died_once == found.deaths
+
+
+def test_a_worker_says_what_it_begins_and_what_came_of_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small, large = (next(n for n in range(100) if n % 10 and fuzz_worker.drawn(0, n)[2] == count) for count in (8, 60))
+    longest = len(fuzz_worker.drawn(0, small)[0].source)
+
+    def check(program: RandomProgram, how: How) -> bool:
+        if len(program.source) > longest:
+            raise AssertionError("too long")
+        return True
+
+    monkeypatch.setattr(fuzz_worker, "check_rewritten", check)
+    for number in (small, large):
+        fuzz_worker.check_number(0, number)
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    of_small, of_large = ([one for one in lines if one["number"] == number] for number in (small, large))
+    assert of_small == [
+        {"number": small, "stage": "op by op"},
+        {"number": small, "outcome": "rewritten", "compiled": False},
+    ]
+    assert of_large[0] == {"number": large, "stage": "op by op"}
+    first, smaller = (one["failure"] for one in of_large if "failure" in one)
+    assert smaller["statements"] < first["statements"] == 60
+    assert "AssertionError: too long" in smaller["brief"]
+    assert of_large[-1]["outcome"] == "wrong"
+
+
+REFUSED = """
+import jax
+
+@jax.custom_vjp
+def rule(x):
+    return x
+
+rule.defvjp(lambda x: (x, None), lambda kept, g: (g,))
+
+def step(x):
+    return jax.jvp(rule, (x,), (x,))
+
+def arguments():
+    return (1.0,)
+"""
+
+
+def test_a_program_that_jax_refuses_is_not_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    drawn = RandomProgram(REFUSED, ()), How("cpu", "auto", None), 1
+
+    def check(program: RandomProgram, how: How) -> bool:
+        return jax.jit(program.step)(*program.arguments()) is None
+
+    monkeypatch.setattr(fuzz_worker, "check_rewritten", check)
+    monkeypatch.setattr(fuzz_worker, "drawn", lambda seed, number: drawn)
+    fuzz_worker.check_number(0, 1)
+    last = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert last == {"number": 1, "outcome": "refused by JAX", "compiled": False}
+
+
 # What was found
 
 
@@ -179,3 +281,54 @@ def test_arrays_that_a_branch_closes_over_are_found_where_its_memory_is_foreseen
     branches = [one.params["branches"] for one in captured.program.equations if one.primitive is primitives.cond_p]
     assert any(compat.constants_of(branch) for pair in branches for branch in pair)
     assert prepare(captured, resolve_target("cpu")).problem.plain.peak > 0
+
+
+def test_barriers_in_small_loops_reach_the_cpu() -> None:
+    """Kept barriers had no code in loops that the compiler hoists into one kernel; those of several arrays abort it."""
+
+    def body(carry: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        held = jax.lax.optimization_barrier(jnp.sin(x))
+        return jnp.cos(carry) + held, held
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> jax.Array:
+            h = x
+            for _ in range(6):
+                h = jnp.sin(jnp.sin(h @ w))
+            return jnp.mean(h**2) + jnp.sum(jax.lax.scan(body, w[0], w[:5])[0])
+
+        value, gradient = jax.value_and_grad(loss)(w)
+        return w - 0.1 * gradient, value
+
+    w, x = 0.1 * jnp.eye(8), jnp.ones((256, 8))
+    optimized = remat_opt.optimize(step)
+    assert not optimized.plan(w, x).is_plain
+    for found, expected in zip(optimized(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("budget", [None, 0.6])
+def test_a_loop_may_be_repeated_for_one_result_where_the_other_is_kept_anyway(budget: float | None) -> None:
+    """The step of the reverse loop then had that one twice where its memory is foreseen, and planning failed."""
+
+    def turn(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = jnp.tanh(h @ w)
+        return h, jnp.cos(h)
+
+    def layer(h: jax.Array, weights: jax.Array) -> tuple[jax.Array, jax.Array]:
+        last, path = jax.lax.scan(turn, h, weights)
+        return jnp.sin(jnp.exp(-last)) + jnp.sin(path).sum(0), last
+
+    def step(w: jax.Array, x: jax.Array) -> Any:
+        def loss(w: jax.Array) -> Any:
+            h, all_last = jax.lax.scan(layer, x, w)
+            return jnp.mean(h**2), all_last
+
+        (value, kept), gradient = jax.value_and_grad(loss, has_aux=True)(w)
+        return w - 0.1 * gradient, value, kept
+
+    w, x = 0.1 * jnp.ones((8, 3, 8, 8)), jnp.ones((256, 8))
+    optimized = remat_opt.optimize(step, budget=budget)
+    assert not optimized.plan(w, x).is_plain
+    for found, expected in zip(optimized(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5)

@@ -38,6 +38,11 @@ def result(name: str) -> dict[str, Any]:
         "model, in a loop",
         "set_mesh",
         "set_mesh, explicit axes",
+        "weights by data",
+        "weights by data, from its plan",
+        "weights by data, half",
+        "weights by data, explicit axes",
+        "weights by data, in a loop",
     ],
 )
 def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: str) -> None:
@@ -48,7 +53,9 @@ def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: st
     assert found["same shardings"]
     plain, ours = found["collectives"]
     assert 0 < ours <= plain
-    if "loop" not in name:  # where they do not depend on how often a loop runs, they are counted here, too
+    if (
+        "loop" not in name and "weights" not in name
+    ):  # where they do not depend on how often a loop runs, they are counted here, too
         assert found["all-reduces"] == [plain, ours]
 
 
@@ -57,6 +64,17 @@ def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed()
     assert repeated["collectives"][1] > repeated["collectives"][0] == saved["collectives"][0]
     assert repeated["ours"] < saved["ours"]
     assert repeated["difference"] < 1e-5
+
+
+def test_weights_are_gathered_once_where_the_step_as_given_does_so() -> None:
+    """Each weight is divided among the devices that the batch is divided among, too, and gathered for its product."""
+    once, repeated = result("weights by data"), result("weights by data, repeated")
+    assert repeated["collectives"][1] > repeated["collectives"][0] == once["collectives"][1]
+    assert repeated["ours"] < once["ours"] < 0.4 * once["plain"]
+    assert once["note"] == ""
+    # In a loop both the repeated forward step and the backward one read a slice of the same weights.
+    looped = result("weights by data, in a loop")
+    assert looped["ours"] < 0.4 * looped["plain"]
 
 
 @pytest.mark.parametrize("name", ["shard_map", "explicit", "explicit, in a loop"])
@@ -75,6 +93,24 @@ def test_explicit_collectives_are_repeated_where_that_is_allowed() -> None:
     assert ours > plain
     assert found["ours"] < 0.7 * result("explicit")["ours"]
     assert found["difference"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("budget", "most_extra", "compiled"), [("0.5", 0.03, 3), ("0.3", 0.27, 3), ("6MB", 0.18, 3), ("15MB", 0.0, 1)]
+)
+def test_a_budget_is_of_one_device_and_costs_no_more_than_it_has_to(
+    budget: str, most_extra: float, compiled: int
+) -> None:
+    """Compared with what all devices hold together, each of them cost two and a half times the step's own FLOPs, or
+    was met at last, after more had been compiled."""
+    found = result("budgets")[budget]
+    if budget.endswith("MB"):
+        assert found["peak"] <= float(budget.removesuffix("MB")) * 1e6
+    else:
+        assert found["temporary"] <= float(budget) * found["plain temporary"]
+    assert found["extra"] <= most_extra
+    assert found["is plain"] == (most_extra == 0)
+    assert found["compiled"] <= compiled
 
 
 COMPILED = """\
@@ -114,7 +150,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 def test_collectives_are_counted_one_by_one_and_as_often_as_loops_run() -> None:
     # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch.
-    assert read_collectives(COMPILED) == Collectives(2 + 5 + 11 + 1, ((3,), (12, 7)))
+    assert read_collectives(COMPILED) == Collectives(2 + 5 + 11 + 1, ((3,), (12, 7)), gathers=5)
     assert read_collectives("") == Collectives(0)
 
 

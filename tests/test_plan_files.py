@@ -203,3 +203,12 @@ def test_each_shape_has_a_plan_of_its_own(tmp_path: Path) -> None:
         assert_right(optimize(step, plan=one)(PARAMS, batch), batch)
         with pytest.raises(PlanError, match="for another"):
             optimize(step, plan=other)(PARAMS, batch)
+
+
+def test_a_plan_remembers_that_weights_are_gathered_once(plan: Plan) -> None:
+    once = dataclasses.replace(plan, gathers_once=True)
+    assert Plan.from_json(once.to_json()) == once
+    document = json.loads(once.to_json())
+    del document["gathers_once"]
+    with pytest.raises(PlanError, match="edited"):
+        Plan.from_json(json.dumps(document))

@@ -84,6 +84,8 @@ def joint_step(pair: Pair, again: Recomputation) -> Program:
     own = [value for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]
     there = {*again.saved, *again.given, *again.in_chunk}
     given = {*again.again.reads, *(value for value in pair.residuals if value in there)}
+    # What is there already, and an equation that is repeated for another of its results makes again.
+    given -= {value for index in again.again.equations for value in forward.equations[index].outputs}
     return Program(
         avals=(*forward.avals, *backward.avals),
         inputs=(

@@ -43,7 +43,11 @@ class ReverseLoop:
         own = {v: a for at, (v, a) in enumerate(zip(backward.body_xs, backward.xs, strict=True))
                if at not in self.pair.consumed}  # fmt: skip
         self.backward_in_place = {v: a for v, a in own.items() if isinstance(a, int) and a in self.overwritten}
-        self.backward_stacks = {v: read(a, operands) for v, a in own.items() if a not in self.overwritten}
+        # Read by both, one slice is taken: of two, a compiler that divides arrays among devices gathers each.
+        by_stack = {a: v for v, a in given_xs if v in self.forward_stacks and isinstance(a, int)}
+        self.shared = {v: by_stack[a] for v, a in own.items() if isinstance(a, int) and a in by_stack}
+        left = {v: a for v, a in own.items() if a not in self.overwritten and v not in self.shared}
+        self.backward_stacks = {v: read(a, operands) for v, a in left.items()}
         update = writer.update
         self.update_stacks = {v: operands[v] for v in update.stacks if v not in self.overwritten} if update else {}
 
@@ -193,7 +197,8 @@ class ReverseLoop:
 
         environment = self.writer.constants(backward, self.operands)
         environment |= dict(zip(backward.body_carry, cotangents, strict=True))
-        environment |= of_backward | {v: given_now[a] for v, a in self.backward_in_place.items()}
+        environment |= of_backward | {v: of_forward[shared] for v, shared in self.shared.items()}
+        environment |= {v: given_now[a] for v, a in self.backward_in_place.items()}
         for at, y in pair.consumed.items():
             environment[backward.body_xs[at]] = read(pair.forward.body_ys[y], again)
         evaluate(backward.body, range(len(backward.body.equations)), environment)

@@ -60,6 +60,7 @@ class Program:
     marks: str | None = None
     pinned: frozenset[tuple[int, ...]] = frozenset()  # values not to be computed again; a path leads into a body
     repeats_collectives: bool = False  # whether explicit collectives may run again
+    gathers_once: bool = False  # inputs that devices gather for a product are not to be gathered again for another run
 
     @property
     def has_references(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from remat_opt.program.scopes import recomputed_in
 
 _COLLECTIVE = re.compile(
-    r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|collective-permute)"
+    r" (?:all-reduce|(all-gather)|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|collective-permute)"
     r"(?:-start)?\((.*?)(?:\), |\)$)"
 )
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
@@ -35,16 +35,19 @@ class Collectives:
     Attributes:
         arrays: how many arrays are sent. Several that the compiler sends together count one by one, and those that a
             loop sends as often as it runs, where the compiler says how often.
+        gathers: how many of these are put together from their parts.
         recomputed: values that are computed again and communicate in it, in ascending order.
     """
 
     arrays: int
     recomputed: tuple[Path, ...] = ()
+    gathers: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Collectives:
         """The inverse of `dataclasses.asdict`, through JSON."""
-        return cls(values["arrays"], tuple(tuple(path) for path in values["recomputed"]))
+        paths = tuple(tuple(path) for path in values["recomputed"])
+        return cls(values["arrays"], paths, values.get("gathers", 0))
 
 
 def collectives_of(text: str | None) -> Collectives | None:
@@ -56,14 +59,16 @@ def read_collectives(text: str) -> Collectives:
     """Count the collectives of a compiled program, given as XLA's text."""
     computations = dict(_computations(text.splitlines()))
     entry = next((name for name, (is_entry, _) in computations.items() if is_entry), None)
-    arrays, recomputed = 0, set()
+    arrays, gathers, recomputed = 0, 0, set()
     for name, times in _runs(computations, entry).items():
         for line in computations[name][1]:
             found = _COLLECTIVE.search(line)
             if found:
-                arrays += times * max(1, found[1].count("%"))
+                sent = times * max(1, found[2].count("%"))
+                arrays += sent
+                gathers += sent if found[1] else 0
                 recomputed.update(recomputed_in(line))
-    return Collectives(arrays, tuple(sorted(recomputed)))
+    return Collectives(arrays, tuple(sorted(recomputed)), gathers)
 
 
 def _computations(lines: Iterable[str]) -> Iterator[tuple[str, tuple[bool, list[str]]]]:

@@ -9,9 +9,11 @@ import jax
 
 # The CPU compiler expands optimization barriers and then merges what they kept apart (JAX issue 19822; jax 0.12 keeps
 # them, and the option does no harm there). Its default order of instructions favours concurrency, which lets buffers
-# live long; the order for little memory is as fast (see the demo's time ratio).
+# live long; the order for little memory is as fast (see the demo's time ratio). Loops over a few hundred bytes it would
+# hoist into one kernel each, in which it has no code for a barrier: one of an array is an error there, one of several
+# aborts the process.
 _CPU = {
-    "xla_disable_hlo_passes": "cse_barrier_expander",
+    "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting",
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 _LISTS = frozenset({"xla_disable_hlo_passes"})

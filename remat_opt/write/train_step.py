@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from remat_opt.graph.build import Bridge
+from remat_opt.graph.graph import Kind
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.pins import Pin, pins
 from remat_opt.graph.schedule import Schedule
@@ -53,11 +54,17 @@ class _Writer:
         self.environment: dict[int, Any] = {}
         self.pins: dict[tuple[int, int], Pin] = {}
         self.run_index = 0
+        self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
         self.updated = self.written_over() if bridge.platform in _FREE_LAYOUTS else frozenset()
 
     def written_over(self) -> frozenset[int]:
         """Outputs that take the place of a donated argument."""
         return frozenset(output for _, output in self.bridge.graph.aliases)
+
+    def read_whole(self) -> frozenset[int]:
+        """Inputs that devices may have to gather: those that something other than elementwise work reads."""
+        readers = (op for op in self.bridge.graph.ops if op.kind is not Kind.ELEMENTWISE)
+        return frozenset(value for op in readers for value in op.inputs).intersection(self.program.inputs)
 
     def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
         self.environment.update(zip(self.program.inputs, arguments, strict=True))
@@ -140,8 +147,9 @@ class _Writer:
             stack.pop()
 
     def recompute(self, ops: Sequence[int], crossing: Crossing) -> None:
-        covered = crossing.covered
-        results = (*crossing.makes, *crossing.passed_on)
+        past = self.past_the_barrier(ops, crossing)
+        covered = [value for value in crossing.covered if value not in past or value in crossing.reads]
+        results = (*crossing.makes, *(value for value in crossing.passed_on if value not in past))
 
         def segment(*values):
             environment = dict(zip(covered, values, strict=True))
@@ -150,5 +158,21 @@ class _Writer:
 
         inputs = [self.environment[value] for value in covered]
         jaxpr = jax.make_jaxpr(segment)(*inputs)
-        outputs = compat.bind_remat(compat.bare_jaxpr(jaxpr), inputs, [True] * len(inputs), self.policy)
+        through = [value not in past for value in covered]
+        outputs = compat.bind_remat(compat.bare_jaxpr(jaxpr), inputs, through, self.policy)
         self.environment.update(zip(results, outputs, strict=True))
+
+    def past_the_barrier(self, ops: Sequence[int], crossing: Crossing) -> frozenset[int]:
+        """Gathered inputs that a run and what follows it read as they are, so that they are gathered once.
+
+        An op that reads nothing else would be the same as in the first run, and merged with it: the largest of its
+        inputs goes through the barrier.
+        """
+        graph = self.bridge.graph
+        behind = set(crossing.covered) - self.gathered
+        for op in ops if self.gathered else ():
+            reads = graph.ops[op].inputs
+            if reads and behind.isdisjoint(reads):
+                behind.add(max(reads, key=lambda value: graph.sizes[value]))
+            behind.update(graph.ops[op].outputs)
+        return self.gathered - behind
