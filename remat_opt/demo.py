@@ -29,12 +29,12 @@ from remat_opt.budget import InfeasibleBudget
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.report.explain import Explanation
 from remat_opt.targets import Figures, read_figures, resolve_target
+from remat_opt.targets.options import BARRIERS_KEPT
 from remat_opt.version import __version__
 from remat_opt.warning import RematWarning
 
 SCHEMA = 1
 PLAIN, OPTIMISED, BY_HAND = "plain", "remat_opt", "nn.remat"
-BARRIERS_KEPT = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 LEARNING_RATE = 0.01  # the papers' is for batches of 256 and makes the loss of a small one rise
 
 Say = Callable[[str], None]

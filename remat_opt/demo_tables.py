@@ -9,8 +9,9 @@ import jax
 from rich.console import Console
 from rich.table import Table
 
-from remat_opt.demo import BARRIERS_KEPT, BY_HAND, OPTIMISED, PLAIN, Difference, Outcome, Variant, time_ratio
+from remat_opt.demo import BY_HAND, OPTIMISED, PLAIN, Difference, Outcome, Variant, time_ratio
 from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
+from remat_opt.targets.options import BARRIERS_KEPT
 
 COLUMNS = (PLAIN, OPTIMISED, BY_HAND)
 NOTHING = "–"

@@ -18,8 +18,9 @@ Nothing is solved block by block: a table has the costs of all pairs of cuts at 
 more than different ones.
 
 The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, and between each two of
-these what a descent from the larger finds, of which none is beaten in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer
-is the least memory with at most one extra forward pass of time.
+these what a descent from the larger finds, of which none is beaten in both memory and time. A budget picks from it, so
+that more memory never costs more time. Without a budget the answer is the least memory with at most one extra forward
+pass of time.
 
 Gap: ops of first runs keep their order.
 """

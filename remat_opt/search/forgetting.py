@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.graph.schedule import Run
 from remat_opt.search.moves import needed
 from remat_opt.search.problem import Problem, Solution
 

@@ -12,8 +12,9 @@ import jax
 # live long; the order for little memory is as fast (see the demo's time ratio). Loops over a few hundred bytes it would
 # hoist into one kernel each, in which it has no code for a barrier: one of an array is an error there, one of several
 # aborts the process.
+BARRIERS_KEPT = {"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}
 _CPU = {
-    "xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting",
+    **BARRIERS_KEPT,
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
 _LISTS = frozenset({"xla_disable_hlo_passes"})
