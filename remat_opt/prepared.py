@@ -136,7 +136,10 @@ class Prepared:
         """What the search's answers are compared with: its own peak in bytes for the step in the order given."""
         if self.given:
             return self.given.peak_in_order
-        return peak_of(self.bridge.graph)
+        program = self.captured.given
+        if len(program.avals) == len(self.captured.program.avals):
+            return peak_of(self.bridge.graph)
+        return peak_of(_bridge(program, self.captured, self.target).graph)  # with its scatters
 
     @property
     def can_be_foreseen(self) -> bool:

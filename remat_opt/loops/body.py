@@ -12,6 +12,7 @@ from jax.extend.core import primitives
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again, scope_of, within
 from remat_opt.program.mapped import in_two_parts
+from remat_opt.program.one_hot import by_comparison
 
 Atom = int | Constant
 
@@ -117,7 +118,7 @@ def read_loop(program: Program, equation: Equation, *, keep_checkpoints: bool) -
         keep_checkpoints: leave the user's own `jax.checkpoint` regions in the body as single equations.
     """
     constants, carry = compat.scan_counts(equation.params)
-    body = in_two_parts(inline(equation.params["jaxpr"], keep_checkpoints=keep_checkpoints))
+    body = in_two_parts(by_comparison(inline(equation.params["jaxpr"], keep_checkpoints=keep_checkpoints)))
     return Loop(equation, constants, carry, within(program, equation, body))
 
 

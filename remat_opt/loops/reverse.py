@@ -206,7 +206,12 @@ class ReverseLoop:
         made = [read(atom, environment) for atom in backward.body_ys]
         by_value = dict(zip(backward.ys, made, strict=True))
         update = self.writer.update
+        next_carry = [read(atom, environment) for atom in backward.next_carry]
         if update is not None:
+            # Read again for the update: the slices that the recomputation reads need not live until then.
+            index_then, next_carry = lax.optimization_barrier((index, next_carry))
+            if not self.writer.slices_apart:
+                given_now = {g: _slice(s, index_then) for g, s in zip(self.in_place.values(), in_place, strict=True)}
             by_value |= given_now | of_update | {v: self.operands[v] for v in update.others}
             update_slices(self.writer.program, update, by_value)
         in_place = [
@@ -214,7 +219,7 @@ class ReverseLoop:
             for value, stack in zip(self.in_place, in_place, strict=True)
         ]
         stacked = [by_value[value] for value in self.writer.stacked_results]
-        return ([read(atom, environment) for atom in backward.next_carry], in_place), stacked
+        return (next_carry, in_place), stacked
 
     def together(self, carries: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
         """Forward carries and their cotangents behind one barrier.

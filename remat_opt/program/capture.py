@@ -11,6 +11,7 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.mapped import in_two_parts
 from remat_opt.program.masks import mask_by_outputs
+from remat_opt.program.one_hot import by_comparison
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -20,10 +21,9 @@ class Captured:
     Attributes:
         traced: JAX's own record; its jaxpr is the same object for every call of the same signature.
         given: the flat program as it was traced.
-        program: the same as it is planned and written, with other masks (`masks.py`), and each `shard_map` that
-            communicates in two parts (`mapped.py`). The inputs of both are the values
-            the function closes over while it is differentiated or batched (`closed_over`), then the flat dynamic
-            arguments.
+        program: the same as it is planned and written, with other masks (`masks.py`), fewer scatters (`one_hot.py`)
+            and each `shard_map` that communicates in two parts (`mapped.py`). The inputs of both are the values the
+            function closes over while it is differentiated or batched (`closed_over`), then the flat dynamic arguments.
         donated: for each input of the program whether its buffer may be reused.
         closed_over: tracers of an outer transform that the function reads without having them as arguments.
     """
@@ -51,7 +51,7 @@ def capture_traced(traced: Any, **inline_options: bool) -> Captured:
     closed_over = compat.closed_over_tracers(traced)
     given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
     program = inline(traced.jaxpr, **inline_options)
-    planned = mask_by_outputs(in_two_parts(program))
+    planned = mask_by_outputs(in_two_parts(by_comparison(program)))
     return Captured(traced, program, planned, (False,) * len(closed_over) + given, closed_over)
 
 

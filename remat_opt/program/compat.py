@@ -175,6 +175,12 @@ def is_inexact(aval: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact)
 
 
+def is_placed(aval: Any) -> bool:
+    """Whether an abstract value says where it is on a mesh, or over which axes of one it varies."""
+    own, manual = getattr(aval, "sharding", None), getattr(aval, "manual_axis_type", None)
+    return bool((own is not None and not own.mesh.empty) or getattr(manual, "varying", ()))
+
+
 def abstract(aval: Any, sharding: Any = None) -> Any:
     """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept.
 

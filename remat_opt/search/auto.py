@@ -113,7 +113,7 @@ class Search:
                 middle = (low + high) // 2
                 found.append(self.at(middle, below))
                 low, high = (low, middle) if self.is_one_pass(found[-1]) else (middle, high)
-        return [*found, *self.descent(min(filter(self.is_one_pass, found), key=memory_first), self.is_one_pass)]
+        return [*found, *self.descent(min(filter(self.is_one_pass, found), key=memory_first), self.is_cheap_pass)]
 
     @functools.cached_property
     def least_at_any_cost(self) -> Solution:
@@ -146,6 +146,15 @@ class Search:
         """Whether all repeats take at most one forward pass, in time and in FLOPs."""
         seconds, flops = self.one_pass
         return solution.extra_seconds <= seconds and solution.schedule.extra_flops(self.problem.graph) <= flops
+
+    def is_cheap_pass(self, solution: Solution) -> bool:
+        """Whether they take no more than a third of the step's FLOPs, too: a forward pass where the backward one takes
+        twice as many."""
+        return self.is_one_pass(solution) and solution.schedule.extra_flops(self.problem.graph) <= self.a_third
+
+    @functools.cached_property
+    def a_third(self) -> float:
+        return self.problem.graph.flops / 3
 
     @functools.cached_property
     def one_pass(self) -> tuple[float, float]:
