@@ -255,10 +255,11 @@ class OptimizedFunction:
 
     def _prepare(self, traced: Any, args: tuple, kwargs: dict) -> Prepared:
         settings = self._settings
-        captured = capture_traced(traced, keep_checkpoints=settings.keep_user_checkpoints)
+        target = resolve_target(settings.target)
+        captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
         marks = "" if is_divided(captured.program, (args, kwargs), self._options) else None
         program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
-        return prepare(dataclasses.replace(captured, program=program), resolve_target(settings.target))
+        return prepare(dataclasses.replace(captured, program=program), target)
 
     def _decide(self, prepared: Prepared, args: tuple, kwargs: dict) -> Decision:
         settings, program = self._settings, prepared.captured.program

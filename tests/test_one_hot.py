@@ -7,6 +7,7 @@ import pytest
 from jax.extend.core import primitives
 
 import remat_opt
+from remat_opt.loops.body import is_loop, read_loop
 from remat_opt.loops.regions import emit_of
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.one_hot import by_comparison
@@ -70,8 +71,7 @@ def onto_an_array(x, index):
 @pytest.mark.parametrize("fun", [two_of_each_row, clipped, whole_rows, onto_an_array])
 def test_other_scatters_stay(fun) -> None:
     given, compared = both(fun, jnp.ones((4, 7)), jnp.zeros((4, 2), jnp.int32))
-    assert compared is given
-    assert scatters(given) == 1
+    assert scatters(given) == scatters(compared) == 1
 
 
 def cross_entropy_step(weights, inputs, labels):
@@ -89,19 +89,28 @@ def arguments(rows: int, width: int, classes: int, dtype: str = "float32"):
     return weights, jax.random.normal(key, (rows, width), dtype), jax.random.randint(key, (rows,), 0, classes)
 
 
-@pytest.mark.parametrize(("target", "dtype"), [("cpu", "float32"), ("h200", "bfloat16")])
-def test_a_cross_entropy_stores_no_array_of_zeros(target: str, dtype: str) -> None:
-    args = jax.eval_shape(lambda: arguments(2048, 64, 4096, dtype))
-    measured = remat_opt.measure(jax.jit(cross_entropy_step, donate_argnums=0), *args, target=target)
-    logits = jnp.dtype(dtype).itemsize * 2048 * 4096
+def test_a_cross_entropy_stores_no_array_of_zeros_on_a_gpu() -> None:
+    args = jax.eval_shape(lambda: arguments(2048, 64, 4096, "bfloat16"))
+    measured = remat_opt.measure(jax.jit(cross_entropy_step, donate_argnums=0), *args, target="h200")
+    logits = 2 * 2048 * 4096
     assert measured.optimized is not None
     assert measured.optimized.temp_bytes < 2.1 * logits
     assert measured.optimized.temp_bytes < 0.75 * measured.plain.temp_bytes
 
 
-def test_the_steps_values_stay() -> None:
-    args = arguments(64, 16, 300)
-    ours = remat_opt.optimize(cross_entropy_step, budget="min")
-    pairs = zip(jax.tree.leaves(ours(*args)), jax.tree.leaves(jax.jit(cross_entropy_step)(*args)), strict=True)
-    for found, expected in pairs:
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
+@pytest.mark.parametrize(("target", "compared"), [("h200", True), ("v5e", True), ("cpu", False)])
+def test_scatters_stay_where_results_must_have_the_same_bits(target: str, compared: bool) -> None:
+    args = jax.eval_shape(lambda: arguments(64, 16, 300))
+    prepared = remat_opt.optimize(cross_entropy_step, target=target).prepare(*args)
+    assert scatters(prepared.captured.given) == 1
+    assert scatters(prepared.captured.program) == (not compared)
+
+
+def test_bodies_of_loops_are_read_so_too() -> None:
+    def steps(weights, inputs, labels):
+        return jax.lax.scan(lambda w, _: (cross_entropy_step(w, inputs, labels)[0], None), weights, length=3)[0]
+
+    args = jax.eval_shape(lambda: arguments(64, 16, 300))
+    program = remat_opt.optimize(steps, target="h200").prepare(*args).captured.program
+    (scan,) = [equation for equation in program.equations if is_loop(equation)]
+    assert scatters(read_loop(program, scan, keep_checkpoints=False).body) == 0

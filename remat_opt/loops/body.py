@@ -118,7 +118,8 @@ def read_loop(program: Program, equation: Equation, *, keep_checkpoints: bool) -
         keep_checkpoints: leave the user's own `jax.checkpoint` regions in the body as single equations.
     """
     constants, carry = compat.scan_counts(equation.params)
-    body = in_two_parts(by_comparison(inline(equation.params["jaxpr"], keep_checkpoints=keep_checkpoints)))
+    body = inline(equation.params["jaxpr"], keep_checkpoints=keep_checkpoints)
+    body = in_two_parts(by_comparison(body) if program.compares else body)
     return Loop(equation, constants, carry, within(program, equation, body))
 
 

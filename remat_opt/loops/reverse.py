@@ -208,9 +208,9 @@ class ReverseLoop:
         update = self.writer.update
         next_carry = [read(atom, environment) for atom in backward.next_carry]
         if update is not None:
-            # Read again for the update: the slices that the recomputation reads need not live until then.
-            index_then, next_carry = lax.optimization_barrier((index, next_carry))
             if not self.writer.slices_apart:
+                # Read again for the update: the slices that the recomputation reads need not live until then.
+                index_then, next_carry = lax.optimization_barrier((index, next_carry))
                 given_now = {g: _slice(s, index_then) for g, s in zip(self.in_place.values(), in_place, strict=True)}
             by_value |= given_now | of_update | {v: self.operands[v] for v in update.others}
             update_slices(self.writer.program, update, by_value)

@@ -11,7 +11,7 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.mapped import in_two_parts
 from remat_opt.program.masks import mask_by_outputs
-from remat_opt.program.one_hot import by_comparison
+from remat_opt.program.one_hot import FUSING_PLATFORMS, by_comparison
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,18 +40,27 @@ class Captured:
         return tuple(self.program.avals[value] for value in self.program.inputs)
 
 
-def capture(jitted: Any, args: tuple, kwargs: dict, *, keep_checkpoints: bool = False) -> Captured:
+def capture(
+    jitted: Any, args: tuple, kwargs: dict, *, keep_checkpoints: bool = False, platform: str = "cpu"
+) -> Captured:
     """Trace a jitted function on arguments (arrays, tracers or `ShapeDtypeStruct`s) and flatten what it does."""
     traced = jitted.trace(*args, **kwargs)
-    return capture_traced(traced, keep_checkpoints=keep_checkpoints)
+    return capture_traced(traced, platform=platform, keep_checkpoints=keep_checkpoints)
 
 
-def capture_traced(traced: Any, **inline_options: bool) -> Captured:
-    """The same for a function that has been traced; options as of `inline`."""
+def capture_traced(traced: Any, *, platform: str = "cpu", **inline_options: bool) -> Captured:
+    """The same for a function that has been traced.
+
+    Args:
+        traced: JAX's record.
+        platform: what it is to be compiled for; some operations are written in another form for it.
+        inline_options: of `inline`.
+    """
     closed_over = compat.closed_over_tracers(traced)
     given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
     program = inline(traced.jaxpr, **inline_options)
-    planned = mask_by_outputs(in_two_parts(by_comparison(program)))
+    planned = by_comparison(program) if platform in FUSING_PLATFORMS else program
+    planned = mask_by_outputs(in_two_parts(planned))
     return Captured(traced, program, planned, (False,) * len(closed_over) + given, closed_over)
 
 

@@ -62,6 +62,8 @@ class Program:
     repeats_collectives: bool = False  # whether explicit collectives may run again
     gathers_once: bool = False  # inputs that devices gather for a product are not to be gathered again for another run
 
+    compares: bool = False  # what puts one number into each row of zeros is a comparison, in its loops' bodies, too
+
     @property
     def has_references(self) -> bool:
         """Whether it reads or writes mutable references."""
@@ -81,6 +83,7 @@ def within(program: Program, equation: Equation, body: Program) -> Program:
         marks=None if program.marks is None else f"{program.marks}_{first}",
         pinned=frozenset(path[1:] for path in program.pinned if len(path) > 1 and path[0] == first),
         repeats_collectives=program.repeats_collectives,
+        compares=program.compares,
     )
 
 

@@ -5,6 +5,8 @@ scatter of one number into each row of an array of zeros, as large as the array 
 compiler fuses a scatter, so that its result is stored, beside the logits. Compared with the index, each place says
 itself whether it has the number: that is elementwise, is fused, and is not stored. The values are the same, an index
 out of bounds included (but a number that is minus zero stays so).
+
+On the CPU the scatter stays: other fusions round otherwise there, and the step's results would not have the same bits.
 """
 
 from __future__ import annotations
@@ -20,9 +22,14 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
 from remat_opt.program.masks import is_zero
 
+FUSING_PLATFORMS = frozenset({"cuda", "rocm", "tpu"})
+
 
 def by_comparison(program: Program) -> Program:
-    """The same program with such scatters made by comparison; the program itself where there are none."""
+    """The same program with such scatters made by comparison.
+
+    Bodies of its loops are to be read so, too (`Program.compares`).
+    """
     zeros = {
         equation.outputs[0]
         for equation in program.equations
@@ -34,9 +41,7 @@ def by_comparison(program: Program) -> Program:
             equations += _compared(program, equation, avals)
         else:
             equations.append(equation)
-    if len(avals) == len(program.avals):
-        return program
-    return dataclasses.replace(program, avals=tuple(avals), equations=tuple(equations))
+    return dataclasses.replace(program, avals=tuple(avals), equations=tuple(equations), compares=True)
 
 
 def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int]) -> bool:
