@@ -65,6 +65,7 @@ def least_memory(decider: Decider) -> Decision:
             "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
             "optimize the whole training step, with jax.grad and the update, not the loss alone)"
         )
+    found = with_longer_runs(decider, found)
     candidates = [found]
     if decider.settings.budget.at_any_cost:
         candidates.insert(0, decider.search(0))
@@ -77,6 +78,16 @@ def least_memory(decider: Decider) -> Decision:
     if clear and candidates[0].is_the_same_as(found):
         return decider.decision(found)
     return by_the_compiler(decider, candidates, compare_with_plain=not clear)
+
+
+def with_longer_runs(decider: Decider, found: Found) -> Found:
+    """The schedule from which `auto` has gone on value by value, where the compiler is foreseen to need less for it."""
+    if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
+        return found
+    longer = Found(found.prepared, search_of(found.prepared.problem).least_of_levels)
+    if longer.is_the_same_as(found) or longer.extra_flops > found.extra_flops:
+        return found
+    return longer if decider.foreseen(longer) < decider.foreseen(found) else found
 
 
 def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:

@@ -241,8 +241,8 @@ def compare_budgets(name: str) -> None:
         return updated(state, gradients), value
 
     found: dict[str, Any] = {"name": name}
-    compiling, counted = remat_opt.optimized.compile_here, []
-    remat_opt.optimized.compile_here = lambda *args: (counted.append(args), compiling(*args))[1]
+    compiling, counted = remat_opt.optimized.compile_as_called, []
+    remat_opt.optimized.compile_as_called = lambda *args: (counted.append(args), compiling(*args))[1]
     for budget in BUDGETS:
         counted.clear()
         plan = remat_opt.optimize(step, donate_argnums=0, budget=budget).plan(state, x)

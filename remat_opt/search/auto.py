@@ -101,6 +101,17 @@ class Search:
 
     @functools.cached_property
     def low_end(self) -> list[Solution]:
+        """From the least peak at any cost to one with at most one extra forward pass, and from there value by value."""
+        return [*self.low_levels, *self.descent(self.least_of_levels, self.is_cheap_pass)]
+
+    @functools.cached_property
+    def least_of_levels(self) -> Solution:
+        """`least` before values are forgotten one by one: with fewer and longer runs, which a compiler may do better
+        with."""
+        return min(filter(self.is_one_pass, self.low_levels), key=memory_first)
+
+    @functools.cached_property
+    def low_levels(self) -> list[Solution]:
         """From the least peak at any cost to one with at most one extra forward pass: levels, the last one halved."""
         found = list(self.least_filled)
         level = 0
@@ -114,7 +125,7 @@ class Search:
                 middle = (low + high) // 2
                 found.append(self.at(middle, below))
                 low, high = (low, middle) if self.is_one_pass(found[-1]) else (middle, high)
-        return [*found, *self.descent(min(filter(self.is_one_pass, found), key=memory_first), self.is_cheap_pass)]
+        return found
 
     @functools.cached_property
     def least_at_any_cost(self) -> Solution:
