@@ -22,7 +22,6 @@ from remat_opt.settings import Settings
 
 WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
-MOST_EXTRA_FLOPS = 0.35  # as a part of the step's, as they are written
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 
@@ -66,7 +65,7 @@ def least_memory(decider: Decider) -> Decision:
             "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
             "optimize the whole training step, with jax.grad and the update, not the loss alone)"
         )
-    found = as_it_is_written(decider, found)
+    found = with_longer_runs(decider, found)
     candidates = [found]
     if decider.settings.budget.at_any_cost:
         candidates.insert(0, decider.search(0))
@@ -81,21 +80,11 @@ def least_memory(decider: Decider) -> Decision:
     return by_the_compiler(decider, candidates, compare_with_plain=not clear)
 
 
-def as_it_is_written(decider: Decider, found: Found) -> Found:
-    """The schedule, or one of those that `auto` came by on its way there: where what is written takes too many FLOPs,
-    and where the compiler is foreseen to need less for the longer runs that there were before values were forgotten one
-    by one."""
-    prepared = found.prepared
-    if decider.settings.solver != "auto" or not prepared.can_be_foreseen or prepared.given is not None:
+def with_longer_runs(decider: Decider, found: Found) -> Found:
+    """The schedule from which `auto` has gone on value by value, where the compiler is foreseen to need less for it."""
+    if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
         return found
-    search = search_of(prepared.problem)
-    most = MOST_EXTRA_FLOPS * prepared.bridge.graph.flops
-    longer = Found(prepared, search.least_of_levels)
-    before = [Found(prepared, one) for one in search.on_the_way if one.peak > found.peak]
-    for one in (found, *sorted(before, key=lambda one: one.peak), longer):
-        found = one
-        if prepared.extra_flops_as_written(one.solution) <= most:
-            break
+    longer = Found(found.prepared, search_of(found.prepared.problem).least_of_levels)
     if longer.is_the_same_as(found) or longer.extra_flops > found.extra_flops:
         return found
     return longer if decider.foreseen(longer) < decider.foreseen(found) else found

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from remat_opt.compilers.model import compiled, peak_of
-from remat_opt.graph.build import Bridge, build, flops_of
+from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Graph
@@ -150,19 +150,8 @@ class Prepared:
 
     def graph_as_written(self, solution: Solution) -> Graph:
         """The step as `emit` writes it for a solution, as the target's compiler runs it."""
-        return self._compiled(self._program_as_written(solution), saving_memory=True)
-
-    def _program_as_written(self, solution: Solution) -> Program:
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
-        return inline(closed, with_barriers=True, keep_names=False)
-
-    def extra_flops_as_written(self, solution: Solution) -> float:
-        """FLOPs beyond those of the step as it was given, with the elementwise operations that are not stored and so
-        computed again by each reader: the search does not count these."""
-        known = self.problem.memo.setdefault("FLOPs as written", {})
-        if solution.schedule not in known:
-            known[solution.schedule] = _flops(self._program_as_written(solution)) - _flops(self.captured.given)
-        return known[solution.schedule]
+        return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
 
     def as_written(self, solution: Solution) -> int:
         """Predicted peak in bytes of the step as it is written for a solution."""
@@ -194,10 +183,6 @@ def prepare(captured: Captured, target: Target) -> Prepared:
     started = time.perf_counter()
     bridge = _bridge(captured.program, captured, target)
     return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
-
-
-def _flops(program: Program) -> float:
-    return sum(flops_of(equation, program) for equation in program.equations)
 
 
 def _bridge(program: Program, captured: Captured, target: Target) -> Bridge:
