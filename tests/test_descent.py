@@ -1,0 +1,48 @@
+"""Values forgotten one by one: each schedule is lower than the one before, is right, and costs what was allowed."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+from random_graphs import training_graph
+from step_graphs import graph_of
+
+from remat_opt.graph.build import build
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.liveness import simulate
+from remat_opt.program.inline import inline
+from remat_opt.search import Problem, search_of
+from remat_opt.search.polish import descend
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_each_schedule_is_no_higher_and_is_what_its_simulation_says(seed: int) -> None:
+    problem = Problem(training_graph(random.Random(seed), 24))
+    most = problem.graph.seconds / 4
+    before = problem.plain
+    found = list(descend(problem, before, lambda one: one.extra_seconds <= most))
+    for one in found:
+        assert one.peak <= before.peak
+        assert one.peak == simulate(problem.graph, one.schedule).peak
+        assert one.extra_seconds <= most
+        before = one
+    assert not found or found[-1].peak < problem.plain.peak
+
+
+def test_a_network_gets_lower_than_its_segments() -> None:
+    search = search_of(Problem(graph_of("resnet50")))
+    assert search.least.peak < 0.95 * search.least_of_levels.peak
+    assert search.is_one_pass(search.least)
+
+
+def test_the_search_for_a_tpu_knows_that_images_are_padded() -> None:
+    def convolved(x, kernel):
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return jnp.sin(y) * y
+
+    x, kernel = jnp.zeros((8, 16, 16, 64)), jnp.zeros((3, 3, 64, 64))
+    program = inline(jax.make_jaxpr(convolved)(x, kernel))
+    rates = Rates(bandwidth=1e12, flops={"float32": 1e14})
+    cpu, tpu = (max(build(program, rates, platform=platform).graph.sizes) for platform in ("cpu", "tpu"))
+    assert tpu == 2 * cpu  # 64 of 128 lanes
