@@ -89,7 +89,8 @@ class Forms:
         program, aliases = self.given.captured.program, self.given.bridge.graph.aliases
         large = len(self.given.bridge.graph.ops) > LARGE
         levels, keep = LEVELS_OF_LARGE if large else LEVELS, self.keep_checkpoints
-        ways = ways_to_write(program, self.given.rates, aliases, levels=levels, keep_checkpoints=keep)
+        steps = self.given.step_search()
+        ways = ways_to_write(program, self.given.rates, aliases, levels=levels, keep_checkpoints=keep, steps=steps)
         self.loops = ways[0]
         as_it_is, *written = (self.written(loops, None) for loops in ways)
         within = self.written(ways[0], 0.0)
@@ -115,9 +116,11 @@ class Forms:
         return twice if twice.peak <= (1 - WORTH_A_SECOND) * once.peak else once
 
     def limited(self, most: float) -> Iterable[Found]:
-        """The least memory of each form with at most a share of the step's FLOPs as extra ones."""
-        flops = most * self.given.bridge.graph.flops
+        """The least memory of each form with at most a share of the step's FLOPs as extra ones; more than one forward
+        pass where loops are recurrent."""
         for number, form in enumerate(self.all):
+            recurrent = form.loops is not None and form.loops.has_recurrent
+            flops = (most if recurrent else min(most, MOST_EXTRA)) * self.given.bridge.graph.flops
             with part(number, len(self.all)):
                 found = self.found(form, None)
                 if form.given is None or found.extra_flops <= flops:

@@ -6,16 +6,20 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-from remat_opt.graph.build import build
+from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import least_possible
+from remat_opt.loops.body import is_loop
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.inside import rewrite_inside
+from remat_opt.loops.recomputation import JointStep
 from remat_opt.loops.regions import Body
 from remat_opt.loops.rewrite import rewrite_loops
+from remat_opt.loops.steps import Emit, StepCost, StepCosts
 from remat_opt.program.inline import Program
 from remat_opt.program.names import name_values
-from remat_opt.search import SOLVERS, Problem
+from remat_opt.search import SOLVERS, Problem, search_of
 from remat_opt.write.train_step import write
 
 WORTH_SEGMENTS = 0.9  # of a body's peak; above, segments inside it are no gain
@@ -51,7 +55,14 @@ def write_loops(
     # Where gpt_scan (2 × 512 tokens) updates its weights in the reverse loop, the CPU's compiler needs 145 MB so and
     # 225 otherwise. GPUs and TPUs see what is overwritten when, and would hold the slices for nothing: 217 MB for 189
     # with 64 layers.
-    program = rewrite_loops(program, loops.pairs, loops.chosen, aliases, slices_apart=platform == "cpu")
+    program = rewrite_loops(
+        program,
+        loops.pairs,
+        loops.chosen,
+        aliases,
+        slices_apart=platform == "cpu",
+        steps=SearchedSteps(rates, platform, problems),
+    )
     if inside is None:
         return program, loops
     share, donated = inside, {given for given, _ in aliases}
@@ -63,6 +74,57 @@ def write_loops(
         program, rates, in_segments, pairs=loops.pairs, donated=donated, keep_checkpoints=keep_checkpoints
     )
     return program, dataclasses.replace(loops, inside=inside if bodies else None, bodies=bodies)
+
+
+class SearchedSteps:
+    """Schedules for the steps of reverse loops, by the search that schedules whole steps; a `StepSearch`.
+
+    Steps with loops inside stay in their order, since these are pairs of their own, and so do those of arrays that are
+    divided among devices, whose communication is counted on the step as it was read.
+
+    Args:
+        rates: the target.
+        platform: the target's.
+        problems: of steps that were searched before, with what was found; filled here.
+    """
+
+    def __init__(self, rates: Rates, platform: str, problems: dict[Any, Problem] | None = None):
+        self.rates = rates
+        self.platform = platform
+        self.problems = {} if problems is None else problems
+
+    def costs(self, step: JointStep) -> StepCosts:
+        bridge, problem = self._read(step)
+        plain = StepCost(problem.plain.peak, 0.0, 0.0)
+        if not self._can_be_scheduled(step.program, bridge):
+            return StepCosts((plain,))
+        found = [
+            StepCost(one.peak, one.schedule.extra_flops(bridge.graph), one.extra_seconds)
+            for one in search_of(problem).frontier
+            if one.peak < plain.peak
+        ]
+        return StepCosts((*found, plain))
+
+    def written(self, step: JointStep, most_bytes: int) -> Emit | None:
+        bridge, problem = self._read(step)
+        if problem.plain.peak <= most_bytes or not self._can_be_scheduled(step.program, bridge):
+            return None
+        solution = SOLVERS["auto"](problem, most_bytes)
+        names = name_values(step.program, solution.choice.saved)
+        return lambda operands: write(bridge, solution.schedule, names, operands)
+
+    def _read(self, step: JointStep) -> tuple[Bridge, Problem]:
+        bridge = build(step.program, self.rates, step.overwritten, platform=self.platform)
+        return bridge, _problem_of(bridge.graph, self.problems)
+
+    def _can_be_scheduled(self, program: Program, bridge: Bridge) -> bool:
+        with_loops = any(is_loop(equation) for equation in program.equations)
+        return bool(bridge.graph.ops) and not with_loops and program.marks is None
+
+
+def _problem_of(graph: Graph, known: dict[Any, Problem]) -> Problem:
+    alike = (graph.sizes, graph.ops, graph.inputs, graph.outputs, graph.aliases, graph.constants)
+    return known.setdefault(alike, Problem(graph))
 
 
 def body_in_segments(
@@ -81,8 +143,7 @@ def body_in_segments(
     if not bridge.graph.ops:
         return None
     graph = bridge.graph
-    alike = (graph.sizes, graph.ops, graph.inputs, graph.outputs, graph.aliases, graph.constants)
-    problem = problems.setdefault(alike, Problem(graph))
+    problem = _problem_of(graph, problems)
     if least_possible(graph) > WORTH_SEGMENTS * problem.plain.peak:
         return None  # nothing that could be found is worth it
     solution = SOLVERS["auto"](problem, None)

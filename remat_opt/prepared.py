@@ -15,7 +15,7 @@ from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Graph
-from remat_opt.looping import write_loops
+from remat_opt.looping import SearchedSteps, write_loops
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured
@@ -67,7 +67,7 @@ class Prepared:
             inside=inside,
             keep_checkpoints=keep_checkpoints,
             platform=self.target.platform,
-            problems=self.problem.memo.setdefault("bodies", {}),
+            problems=self._bodies,
         )
         if program is given:
             same = dataclasses.replace(self, loops=loops)
@@ -75,6 +75,15 @@ class Prepared:
             return same
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
         return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
+
+    def step_search(self) -> SearchedSteps:
+        """Schedules for the steps of its loops."""
+        return SearchedSteps(self.rates, self.target.platform, self._bodies)
+
+    @property
+    def _bodies(self) -> dict[Any, Problem]:
+        """Bodies of its loops that were searched."""
+        return self.problem.memo.setdefault("bodies", {})
 
     def gathering_once(self, once: bool = True) -> Prepared:
         """The same step, in which inputs that devices gather are not gathered again for what is computed again."""

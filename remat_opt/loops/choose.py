@@ -2,8 +2,9 @@
 
 Least memory: for each pair the option with the fewest bytes among those that cost at most one extra forward pass,
 `MOST_EXTRA` of the program's FLOPs, of which each pair has its part. A second extra forward pass, as two levels need,
-is paid where it takes a good part of the bytes away, `WORTH_A_SECOND`: so it is for most recurrent networks and for
-very deep ones.
+is paid in recurrent networks where it takes a good part of the bytes away, `WORTH_A_SECOND`: their loops are as long as
+sequences, and a step's time is that of its weights, which every step reads again. In a loop over layers it is the
+network's whole forward pass, and users have it by a budget.
 
 Under a budget: the options with the least extra time that fit, found by exchanging one pair's option at a time for a
 smaller one, that with the fewest seconds for each byte first.
@@ -17,13 +18,14 @@ from collections.abc import Sequence
 from remat_opt.graph.build import flops_of
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.choice import LoopChoice
-from remat_opt.loops.options import Option, PairOptions, pair_options
+from remat_opt.loops.costs import Option
+from remat_opt.loops.options import PairOptions, pair_options
 from remat_opt.loops.pairs import Pair, Pairs, find_pairs
+from remat_opt.loops.steps import StepSearch
 from remat_opt.program.inline import Program
 
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70
-MOST_EXTRAS = (MOST_EXTRA, MOST_EXTRA_TWICE)
 WORTH_A_SECOND = 0.15
 WORTH_WRITING = 0.98  # an option with more than this part of the bytes as given is no gain
 
@@ -96,6 +98,11 @@ class LoopChoices:
         """Estimated seconds beyond those of the loops as they are."""
         return sum(self._picked(at, choice).extra_seconds for at, choice in self.chosen)
 
+    @property
+    def has_recurrent(self) -> bool:
+        """Whether a recurrent loop is written again."""
+        return any(self.pairs[at].is_recurrent for at, _ in self.chosen)
+
     def _picked(self, at: int, choice: LoopChoice) -> Option:
         return next(option for option in self.options[at].options if option.choice == choice)
 
@@ -129,6 +136,7 @@ def ways_to_write(
     *,
     levels: int,
     keep_checkpoints: bool = False,
+    steps: StepSearch | None = None,
 ) -> tuple[LoopChoices, ...]:
     """Different choices for all pairs of a program, the first of which leaves them as they are.
 
@@ -138,10 +146,11 @@ def ways_to_write(
         aliases: (input, output) pairs of the program that share one buffer.
         levels: for how many budgets between the least bytes and the bytes as given the least time is chosen.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
+        steps: searches schedules of a step of a reverse loop.
     """
-    found, options, share = _options_of(program, rates, aliases, keep_checkpoints)
+    found, options, share = _options_of(program, rates, aliases, keep_checkpoints, steps)
     as_given = [pair.options[0] for pair in options]
-    ways = [as_given, *([_fewest_bytes(pair, most * share) for pair in options] for most in MOST_EXTRAS)]
+    ways = [as_given, *(list(picked) for picked in zip(*(_once_and_twice(pair, share) for pair in options)))]
     least, plain = max(needed(within_budget(options, 0)), 1), max(needed(as_given), 1)
     ways += (within_budget(options, int(least * (plain / least) ** (level / levels))) for level in range(levels))
     different: dict[tuple, LoopChoices] = {}
@@ -152,11 +161,15 @@ def ways_to_write(
 
 
 def _options_of(
-    program: Program, rates: Rates, aliases: Sequence[tuple[int, int]], keep_checkpoints: bool
+    program: Program,
+    rates: Rates,
+    aliases: Sequence[tuple[int, int]],
+    keep_checkpoints: bool,
+    steps: StepSearch | None = None,
 ) -> tuple[Pairs, tuple[PairOptions, ...], float]:
     """The pairs with their options, and the program's FLOPs as a multiple of the pairs'."""
     found = find_pairs(program, keep_checkpoints=keep_checkpoints)
-    options = tuple(pair_options(program, pair, rates, aliases, found.pairs) for pair in found.pairs)
+    options = tuple(pair_options(program, pair, rates, aliases, found.pairs, steps) for pair in found.pairs)
     flops = sum(flops_of(equation, program) for equation in program.equations)
     return found, options, flops / (sum(one.flops for one in options) or 1.0)
 
@@ -173,8 +186,14 @@ def least_bytes(pair: PairOptions, share: float = 1.0) -> Option:
         pair: the options.
         share: FLOPs that the price is a part of, as a multiple of the pair's own.
     """
-    once, twice = (_fewest_bytes(pair, most * share) for most in MOST_EXTRAS)
+    once, twice = _once_and_twice(pair, share)
     return twice if twice.bytes <= (1 - WORTH_A_SECOND) * once.bytes else once
+
+
+def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
+    """The fewest bytes with one extra forward pass, and with two."""
+    once = _fewest_bytes(pair, MOST_EXTRA * share)
+    return once, _fewest_bytes(pair, MOST_EXTRA_TWICE * share) if pair.pair.is_recurrent else once
 
 
 def _fewest_bytes(pair: PairOptions, most: float) -> Option:

@@ -24,6 +24,13 @@ def constant_equations(program: Program) -> dict[int, int]:
 
 def make_afresh(program: Program, known: dict[int, int], values: Iterable[Any]) -> dict[int, Any]:
     """Evaluate the constant ones among some values; all that was made is in the result."""
+    made: dict[int, Any] = {}
+    evaluate(program, equations_for(program, known, values), made)
+    return made
+
+
+def equations_for(program: Program, known: dict[int, int], values: Iterable[Any]) -> list[int]:
+    """The equations that make the constant ones among some values, in program order."""
     needed: set[int] = set()
     stack = [value for value in values if value in known]
     while stack:
@@ -31,6 +38,4 @@ def make_afresh(program: Program, known: dict[int, int], values: Iterable[Any]) 
         if index not in needed:
             needed.add(index)
             stack.extend(x for x in program.equations[index].inputs if not isinstance(x, Constant))
-    made: dict[int, Any] = {}
-    evaluate(program, sorted(needed), made)
-    return made
+    return sorted(needed)

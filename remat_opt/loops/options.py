@@ -5,45 +5,25 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
-from remat_opt.graph.build import Bridge, build, bytes_of, flops_of, peak_as_written, workspace_of_loops
 from remat_opt.graph.cost import Rates
-from remat_opt.graph.graph import Kind
-from remat_opt.loops.body import slice_back
-from remat_opt.loops.choice import LoopChoice
+from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.costs import Option, PairCosts
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.recomputation import joint_step, recomputation
-from remat_opt.loops.update import Update, find_update
+from remat_opt.loops.recomputation import recomputation
+from remat_opt.loops.steps import StepSearch
+from remat_opt.loops.update import find_update
 from remat_opt.program.inline import Program
 
 MOST_SAVED_SETS = 8
-DEAR = (Kind.CONTRACTION, Kind.OPAQUE)
-
-
-@dataclasses.dataclass(frozen=True)
-class Option:
-    """One way to write a pair.
-
-    Attributes:
-        choice: what is done; None leaves the pair as it is.
-        kept_bytes: stacks and carries that live from the forward to the reverse loop.
-        transient_bytes: what the reverse loop needs beside them while it runs: the peak of one step, the carries of a
-            chunk, the stacks of gradients that it leaves to an update outside.
-        extra_flops: FLOPs beyond those of the pair as it is.
-        extra_seconds: estimated seconds beyond those of the pair as it is.
-    """
-
-    choice: LoopChoice | None
-    kept_bytes: int
-    transient_bytes: int
-    extra_flops: float
-    extra_seconds: float
-
-    @property
-    def bytes(self) -> int:
-        """All that it needs while the reverse loop runs."""
-        return self.kept_bytes + self.transient_bytes
+MOST_HELD_SETS = 6  # of residuals that chunks may keep
+FEW_STEPS = (2, 3, 4, 5)  # of chunks that keep residuals
+LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
+FEWEST_STEPS = 6  # of loops that are worth several kinds of chunks
+MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
+MOST_ROUNDS = 8  # in which choices like the best ones are tried
+APART = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -69,6 +49,7 @@ def pair_options(
     rates: Rates,
     aliases: Sequence[tuple[int, int]] = (),
     pairs: Sequence[Pair] = (),
+    steps: StepSearch | None = None,
 ) -> PairOptions:
     """List what can be done to a pair.
 
@@ -78,131 +59,173 @@ def pair_options(
         rates: the target.
         aliases: (input, output) pairs of the program that share one buffer.
         pairs: all pairs of the program.
+        steps: searches schedules of a step of the reverse loop.
     """
-    return _Costs(pair, program, rates, find_update(program, pair, aliases, pairs)).options()
+    costs = PairCosts(pair, program, rates, find_update(program, pair, aliases, pairs), steps)
+    return PairOptions(pair, tuple(_Options(costs).all()), costs.as_given.flops, costs.as_given.seconds)
 
 
-class _Costs:
-    def __init__(self, pair: Pair, program: Program, rates: Rates, update: Update | None):
-        self.program = program
-        self.pair = pair
-        self.rates = rates
-        self.update = update
-        loop = pair.forward
-        graph = self.forward_bridge.graph
-        self.flops = [flops_of(equation, loop.body) for equation in loop.body.equations]
-        self.seconds = [0.0] * len(self.flops)
-        self.dear: list[int] = []  # equations whose results are worth keeping
-        for op, index in enumerate(self.forward_bridge.equation_of):
-            self.seconds[index] = graph.ops[op].seconds
-            if graph.ops[op].kind in DEAR:
-                self.dear.append(index)
+class _Options:
+    def __init__(self, costs: PairCosts):
+        self.costs = costs
+        self.pair = costs.pair
+        self.length = costs.pair.length
+        self.updates = (False, True) if costs.update else (False,)
+        self.saved_sets = saved_sets(costs)
+
+    def all(self) -> list[Option]:
+        found = [self.costs.option_as_given()]
+        starts_from_carry = bool(recomputation(self.pair, LoopChoice()).carries)
+        for saved in self.saved_sets:
+            levels = self.step_levels(saved)
+            chunks = self.chunks() if not saved and starts_from_carry else ()
+            found += [
+                self.costs.option(LoopChoice(saved, chunk, update, step_bytes=level))
+                for chunk in (None, *chunks)
+                for update in self.updates
+                for level in levels
+            ]
+        if starts_from_carry:
+            for in_chunk, chunk in self.chunks_with_residuals():
+                found += [self.costs.option(LoopChoice(chunk=chunk, update=u, in_chunk=in_chunk)) for u in self.updates]
+            found += self.in_chunks_of_several_kinds()
+        return found
+
+    def step_levels(self, saved: frozenset[int]) -> list[int | None]:
+        """Peaks of a step that are worth a try, from its own order on: the least bytes for some shares of FLOPs."""
+        schedules = self.costs.steps(saved, None).costs.schedules
+        levels: list[int | None] = [None]
+        for share in LEVELS_OF_STEPS if len(schedules) > 1 else ():
+            most = share * self.costs.as_given.flops / self.length
+            peak = min(one.peak for one in schedules if one.extra_flops <= most)
+            if peak <= APART * (levels[-1] or schedules[-1].peak):
+                levels.append(peak)
+        return levels
+
+    def in_chunks_of_several_kinds(self) -> list[Option]:
+        """Chunks that keep few residuals, and before them others: what none of the others beats, some way apart.
+
+        Some are tried from everywhere, then those like the best ones.
+        """
+        if self.length < FEWEST_STEPS:
+            return []
+        kinds = [Chunks(1, steps, held) for steps in FEW_STEPS if steps < self.length for held in self.held_sets]
+        found: dict[LoopChoice, Option] = {}
+        for level in self.step_levels(frozenset()):
+            for kind in kinds:
+                main = LoopChoice(
+                    chunk=kind.steps, update=self.updates[-1], in_chunk=kind.in_chunk, step_bytes=level
+                )
+                tried = [(), *((self.some(earlier, share),) for earlier in kinds for share in (0.25, 0.5, 0.75))]
+                for earlier in tried:
+                    choice = dataclasses.replace(main, earlier=earlier)
+                    found[choice] = self.costs.option(choice)
+        best = thinned(found.values())
+        seen: set[LoopChoice] = set()
+        for _ in range(MOST_ROUNDS):
+            for choice in {option.choice for option in best} - seen:
+                assert choice is not None
+                seen.add(choice)
+                for like in self.like(choice):
+                    if like not in found:
+                        found[like] = self.costs.option(like)
+            best = thinned(found.values())
+        return best
+
+    def some(self, kind: Chunks, share: float) -> Chunks:
+        """As many chunks as a share of the steps fills, at least one."""
+        number = max(1, min(round(share * self.length / kind.steps), (self.length - 1) // kind.steps))
+        return dataclasses.replace(kind, number=number)
+
+    def like(self, choice: LoopChoice) -> Iterator[LoopChoice]:
+        """Choices that differ in one thing."""
+        assert choice.chunk is not None
+        for kind in self.like_kind(Chunks(1, choice.chunk, choice.in_chunk)):
+            yield dataclasses.replace(choice, chunk=kind.steps, in_chunk=kind.in_chunk)
+        groups = choice.earlier
+        several = [(*groups[:at], *instead, *groups[at + 1 :])
+                   for at, group in enumerate(groups)
+                   for instead in [(), *([kind] for kind in self.like_group(group))]]  # fmt: skip
+        if len(groups) < MOST_KINDS - 1:
+            first = groups[0] if groups else Chunks(1, choice.chunk, choice.in_chunk)
+            several += [(dataclasses.replace(kind, number=2), *groups) for kind in self.like_kind(first)]
+        for earlier in several:
+            if sum(chunks.all_steps for chunks in earlier) < self.length:
+                yield dataclasses.replace(choice, earlier=earlier)
+
+    def like_group(self, group: Chunks) -> list[Chunks]:
+        counts = (group.number + more for more in (-4, -2, -1, 1, 2, 4))
+        others = (dataclasses.replace(group, number=max(1, group.all_steps // kind.steps), steps=kind.steps,
+                                      in_chunk=kind.in_chunk) for kind in self.like_kind(group))  # fmt: skip
+        return [*(dataclasses.replace(group, number=number) for number in counts if number > 0), *others]
+
+    def like_kind(self, kind: Chunks) -> list[Chunks]:
+        """One step more or less, or more or fewer residuals."""
+        at = self.held_sets.index(kind.in_chunk)
+        steps = [count for count in (kind.steps - 1, kind.steps + 1) if 1 < count < self.length]
+        held = [self.held_sets[i] for i in (at - 1, at + 1) if 0 <= i < len(self.held_sets)]
+        return [
+            *(dataclasses.replace(kind, steps=count) for count in steps),
+            *(dataclasses.replace(kind, in_chunk=values) for values in held),
+        ]
 
     @functools.cached_property
-    def forward_bridge(self) -> Bridge:
-        return build(self.pair.forward.body, self.rates)
-
-    def options(self) -> PairOptions:
-        plain = self.as_given()
-        found = [plain]
-        updates = (False, True) if self.update else (False,)
-        for saved in self.saved_sets():
-            one_level = LoopChoice(saved)
-            chunks = self.chunks() if not saved and recomputation(self.pair, one_level).carries else ()
-            found += [self.option(LoopChoice(saved, c, u)) for c in (None, *chunks) for u in updates]
-        for in_chunk, chunk in self.chunks_with_residuals():
-            found += [self.option(LoopChoice(frozenset(), chunk, u, in_chunk)) for u in updates]
-        loops = (self.pair.forward.equation, self.pair.backward.equation)
-        backward = build(self.pair.backward.body, self.rates).graph
-        seconds = self.pair.length * (self.forward_bridge.graph.seconds + backward.seconds)
-        return PairOptions(self.pair, tuple(found), sum(flops_of(e, self.program) for e in loops), seconds)
-
-    def as_given(self) -> Option:
-        kept = sum(self.stack_bytes(self.pair.forward.ys[y]) for y in self.pair.residual_ys)
-        return Option(None, kept, self.as_given_peak + self.gradient_bytes(False), 0.0, 0.0)
-
-    @functools.cached_property
-    def as_given_peak(self) -> int:
-        backward = self.pair.backward.equation
-        return workspace_of_loops(backward.primitive, backward.params, self.rates)
-
-    def option(self, choice: LoopChoice) -> Option:
-        loop, again = self.pair.forward, recomputation(self.pair, choice)
-        length = self.pair.length
-        kept = length * self.body_bytes(again.saved)
-        transient = peak_as_written(joint_step(self.pair, again), self.rates) + self.gradient_bytes(choice.update)
-        # The first run leaves out what only the residuals needed.
-        kept_ys = [loop.body_ys[y] for y in self.pair.kept_ys]
-        first = slice_back(loop, [*loop.next_carry, *kept_ys, *again.saved]).equations
-        repeats = [(length, again.again.equations), (length, first), (-length, tuple(range(len(self.flops))))]
-        if choice.chunk is None:
-            kept += length * self.body_bytes(loop.body_carry[at] for at in again.carries)
-        else:
-            whole = (length - 1) // choice.chunk
-            last = length - whole * choice.chunk
-            carry = self.body_bytes((*(loop.body_carry[at] for at in again.carries), *again.in_chunk))
-            kept += (whole + 1) * self.body_bytes(loop.body_carry[at] for at in again.advanced) + last * carry
-            transient += (choice.chunk - last) * carry if whole else 0
-            steps = choice.chunk if again.in_chunk else choice.chunk - 1
-            repeats.append((whole * steps, again.advance.equations))
-        return Option(
-            choice,
-            kept,
-            transient,
-            sum(times * self.flops[index] for times, equations in repeats for index in equations),
-            sum(times * self.seconds[index] for times, equations in repeats for index in equations),
-        )
-
-    def gradient_bytes(self, update: bool) -> int:
-        """Stacks of gradients that the reverse loop writes for an update that could be done inside."""
-        if self.update is None or update:
-            return 0
-        return sum(self.stack_bytes(self.pair.backward.ys[y]) for y in self.update.gradients)
-
-    def stack_bytes(self, value: int) -> int:
-        return bytes_of(self.program.avals[value])
-
-    def body_bytes(self, values: Iterable[int]) -> int:
-        return sum(bytes_of(self.pair.forward.body.avals[value]) for value in values)
+    def held_sets(self) -> list[frozenset[int]]:
+        """Sets of residuals that chunks of few steps may keep."""
+        dear = self.saved_sets
+        step = max(1, math.ceil((len(dear) - 1) / (MOST_HELD_SETS - 1)))
+        return [dear[0], *reversed(dear[:0:-step])]
 
     def chunks(self) -> tuple[int, ...]:
         """Chunk sizes worth a try: about √length, which keeps least, and few steps, which repeat less."""
-        length = self.pair.length
-        root = best_chunk(length)
-        return tuple(sorted({c for c in (2, 4, root) if 1 < c < length}))
+        root = best_chunk(self.length)
+        return tuple(sorted({c for c in (2, 4, root) if 1 < c < self.length}))
 
     def chunks_with_residuals(self) -> list[tuple[frozenset[int], int]]:
         """Sets of residuals that chunks may keep, with the numbers of steps that then need least, and fewer."""
-        length, loop = self.pair.length, self.pair.forward
-        if length < 3 or not recomputation(self.pair, LoopChoice()).carries:
+        length, loop = self.length, self.pair.forward
+        if length < 3:
             return []
         found = []
-        for wanted in (frozenset(self.pair.residuals) - {*loop.body.inputs}, *self.saved_sets()[-1:]):
+        for wanted in (frozenset(self.pair.residuals) - {*loop.body.inputs}, *self.saved_sets[-1:]):
             again = recomputation(self.pair, LoopChoice(chunk=1, in_chunk=wanted))
-            held = self.body_bytes((*(loop.body_carry[at] for at in again.carries), *again.in_chunk))
+            held = self.costs.body_bytes((*(loop.body_carry[at] for at in again.carries), *again.in_chunk))
             if not again.in_chunk or not held:
                 continue
-            first = self.body_bytes(loop.body_carry[at] for at in again.advanced)
+            first = self.costs.body_bytes(loop.body_carry[at] for at in again.advanced)
             least = min(range(1, length), key=lambda chunk: first * ((length - 1) // chunk + 1) + held * chunk)
             found += [(wanted, chunk) for chunk in sorted({least, max(least // 2, 1)}) if 1 < chunk < length]
         return found
 
-    def saved_sets(self) -> list[frozenset[int]]:
-        """Nothing but the carry; then the dear results of a step, those first that give most time for each byte."""
-        loop = self.pair.forward
-        again = recomputation(self.pair, LoopChoice())
-        wanted = {*self.pair.residuals, *(x for i in again.again.equations for x in loop.body.equations[i].inputs)}
-        rated = []
-        for index in self.dear:
-            values = frozenset(loop.body.equations[index].outputs) & wanted
-            size = self.body_bytes(values)
-            if index in again.again.equations and size:
-                rated.append((-self.seconds[index] / size, index, values))
-        found = [frozenset[int]()]
-        for _, _, values in sorted(rated, key=lambda one: one[:2]):
-            found.append(found[-1] | values)
-        step = max(1, math.ceil((len(found) - 1) / MOST_SAVED_SETS))
-        return [found[0], *found[1::step]]
+
+def saved_sets(costs: PairCosts) -> list[frozenset[int]]:
+    """Nothing but the carry; then the dear results of a step, those first that give most time for each byte."""
+    loop = costs.pair.forward
+    again = recomputation(costs.pair, LoopChoice())
+    wanted = {*costs.pair.residuals, *(x for i in again.again.equations for x in loop.body.equations[i].inputs)}
+    rated = []
+    for index in costs.dear:
+        values = frozenset(loop.body.equations[index].outputs) & wanted
+        size = costs.body_bytes(values)
+        if index in again.again.equations and size:
+            rated.append((-costs.seconds[index] / size, index, values))
+    found = [frozenset[int]()]
+    for _, _, values in sorted(rated, key=lambda one: one[:2]):
+        found.append(found[-1] | values)
+    step = max(1, math.ceil((len(found) - 1) / MOST_SAVED_SETS))
+    return [found[0], *found[1::step]]
+
+
+def thinned(options: Iterable[Option]) -> list[Option]:
+    """Of options that no other one beats in both bytes and FLOPs those that are some way apart."""
+    best: list[Option] = []
+    for option in sorted(options, key=lambda option: (option.bytes, option.extra_flops)):
+        if best and option.extra_flops >= best[-1].extra_flops:
+            continue
+        if len(best) > 1 and best[-2].bytes > APART * option.bytes:
+            best.pop()
+        best.append(option)
+    return best
 
 
 def best_chunk(length: int) -> int:

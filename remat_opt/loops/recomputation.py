@@ -7,13 +7,14 @@ from collections.abc import Iterable
 
 from remat_opt.loops.body import Atom, Slice, slice_back
 from remat_opt.loops.choice import LoopChoice
+from remat_opt.loops.constants import constant_equations, equations_for
 from remat_opt.loops.pairs import Pair
-from remat_opt.program.inline import Constant, Program
+from remat_opt.program.inline import Constant, Equation, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recomputation:
-    """What is kept from the forward to the reverse loop, in terms of the forward body.
+    """What some steps of the reverse loop have and repeat, in terms of the forward body.
 
     Attributes:
         again: the equations that a step of the reverse loop repeats to have its residuals.
@@ -33,9 +34,62 @@ class Recomputation:
     given: dict[int, int]
     in_chunk: tuple[int, ...] = ()
 
+    @property
+    def reads(self) -> frozenset[int]:
+        """Values of the forward body that are there before a step."""
+        return self.again.reads | self.advance.reads
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Recomputations:
+    """What is kept from the forward to the reverse loop, and what each group of steps repeats.
+
+    Attributes:
+        alone: of a step whose residuals were not kept in its chunk: the last one of each chunk, and all of one level.
+        of_group: two levels: of the other steps, for each group of `LoopChoice.groups`.
+        saved: values whose stacks are written beside the carries, by any of them.
+        given: values whose stacks are there anyway, with their position among the forward scan's `ys`.
+        reads: values of the forward body that some step reads.
+    """
+
+    alone: Recomputation
+    of_group: tuple[Recomputation, ...]
+
+    @property
+    def all(self) -> tuple[Recomputation, ...]:
+        return (self.alone, *self.of_group)
+
+    @property
+    def last_chunk(self) -> Recomputation:
+        """Of the steps that are turned round at once: what their group keeps in a chunk the forward loop keeps."""
+        return self.of_group[-1] if self.of_group else self.alone
+
+    @property
+    def saved(self) -> tuple[int, ...]:
+        return tuple(sorted({value for one in self.all for value in one.saved}))
+
+    @property
+    def given(self) -> dict[int, int]:
+        return {value: y for one in self.all for value, y in one.given.items()}
+
+    @property
+    def reads(self) -> frozenset[int]:
+        return frozenset().union(*(one.reads for one in self.all))
+
+
+def recomputations(pair: Pair, choice: LoopChoice) -> Recomputations:
+    """Work out what a choice keeps and repeats."""
+    if choice.chunk is None:
+        return Recomputations(recomputation(pair, choice), ())
+    kept = {frozenset[int](): recomputation(pair, LoopChoice(choice.saved, chunk=1))}
+    for chunks in (groups := choice.groups(pair.length)):
+        if chunks.in_chunk not in kept:
+            kept[chunks.in_chunk] = recomputation(pair, LoopChoice(choice.saved, chunk=1, in_chunk=chunks.in_chunk))
+    return Recomputations(kept[frozenset()], tuple(kept[chunks.in_chunk] for chunks in groups))
+
 
 def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
-    """Work out what a choice keeps and repeats."""
+    """Work out what the steps of a choice's main chunks have and repeat."""
     loop = pair.forward
     available = {*choice.saved, *pair.given, *pair.never_repeated}
     again = slice_back(loop, pair.residuals, available | choice.in_chunk)
@@ -45,6 +99,8 @@ def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
     advance, advanced = Slice((), frozenset()), ()
     if choice.chunk is not None and (carries or in_chunk):
         wanted = set(carries)
+        if in_chunk:  # a chunk's last step starts from carries alone
+            wanted.update(_carries(pair, slice_back(loop, pair.residuals, available).reads - available))
         while True:
             advance = slice_back(loop, [*(loop.next_carry[at] for at in sorted(wanted)), *in_chunk], available)
             more = wanted.union(_carries(pair, advance.reads - available))
@@ -63,36 +119,68 @@ def _carries(pair: Pair, reads: Iterable[int]) -> tuple[int, ...]:
     return tuple(at for at, value in enumerate(pair.forward.body_carry) if value in reads)
 
 
-def joint_step(pair: Pair, again: Recomputation) -> Program:
-    """One step of the reverse loop as a program: what is repeated of the forward body, then the backward body.
+@dataclasses.dataclass(frozen=True, eq=False)
+class JointStep:
+    """One step of the reverse loop: what is repeated of the forward body, then the backward body.
 
-    Its inputs are what the step reads of stacks, carries and constants.
+    Attributes:
+        program: its inputs are what the step reads of stacks, carries and constants, but for values that depend on no
+            input of the whole step: it makes these itself.
+        shift: values of the backward body have their number there plus this one, values of the forward body their own.
+        overwritten: for each input whether its buffer may be reused: the cotangents' may.
+    """
+
+    program: Program
+    shift: int
+    overwritten: tuple[bool, ...]
+
+
+def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
+    """One step of the reverse loop as a program.
+
+    Args:
+        pair: the loops.
+        again: what the step repeats.
+        program: that the loops are part of.
     """
     forward, backward = pair.forward.body, pair.backward.body
     shift = len(forward.avals)
-    number: dict[int, Atom] = {value: value + shift for value in range(len(backward.avals))}
+    known = constant_equations(program)
+    first = shift + len(backward.avals)  # of the program's own values
+    instead: dict[int, Atom] = {}
+    for loop, start in ((pair.forward, 0), (pair.backward, shift)):
+        for value, atom in zip(loop.body_constants, loop.constants, strict=True):
+            if isinstance(atom, Constant):
+                instead[value + start] = atom
+            elif atom in known:
+                instead[value + start] = first + atom
     for at, y in pair.consumed.items():
-        number[pair.backward.body_xs[at]] = pair.forward.body_ys[y]
+        atom = pair.forward.body_ys[y]
+        instead[pair.backward.body_xs[at] + shift] = atom if isinstance(atom, Constant) else instead.get(atom, atom)
 
-    def renumbered(atom: Atom) -> Atom:
-        return atom if isinstance(atom, Constant) else number[atom]
+    def placed(equation: Equation, start: int) -> Equation:
+        inputs = tuple(
+            x if isinstance(x, Constant) else instead.get(x + start, x + start) for x in equation.inputs
+        )
+        return dataclasses.replace(equation, inputs=inputs, outputs=tuple(x + start for x in equation.outputs))
 
-    equations = [forward.equations[index] for index in again.again.equations]
-    for equation in backward.equations:
-        outputs = tuple(value + shift for value in equation.outputs)
-        equations.append(dataclasses.replace(equation, inputs=tuple(map(renumbered, equation.inputs)), outputs=outputs))
-    own = [value for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]
+    own = [value + shift for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]
     there = {*again.saved, *again.given, *again.in_chunk}
     given = {*again.again.reads, *(value for value in pair.residuals if value in there)}
     # What is there already, and an equation that is repeated for another of its results makes again.
     given -= {value for index in again.again.equations for value in forward.equations[index].outputs}
-    return Program(
-        avals=(*forward.avals, *backward.avals),
-        inputs=(
-            *sorted(given),
-            *(value + shift for value in (*pair.backward.body_constants, *pair.backward.body_carry, *own)),
-        ),
+    cotangents = [value + shift for value in pair.backward.body_carry]
+    constants = [value + shift for value in pair.backward.body_constants]
+    made = equations_for(program, known, (x - first for x in instead.values() if not isinstance(x, Constant)))
+    joint = Program(
+        avals=(*forward.avals, *backward.avals, *program.avals),
+        inputs=tuple(value for value in (*sorted(given), *constants, *cotangents, *own) if value not in instead),
         constants=(*forward.constants, *((value + shift, constant) for value, constant in backward.constants)),
-        equations=tuple(equations),
-        outputs=tuple(map(renumbered, backward.outputs)),
+        equations=(
+            *(placed(program.equations[index], first) for index in made),
+            *(placed(forward.equations[index], 0) for index in again.again.equations),
+            *(placed(equation, shift) for equation in backward.equations),
+        ),
+        outputs=tuple(x if isinstance(x, Constant) else instead.get(x + shift, x + shift) for x in backward.outputs),
     )
+    return JointStep(joint, shift, tuple(value in cotangents for value in joint.inputs))

@@ -11,12 +11,9 @@ from jax import lax
 
 from remat_opt.loops.body import Loop, evaluate, read
 from remat_opt.loops.rewrite import values_among
+from remat_opt.loops.steps import Emit
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
-
-Emit = Callable[[Sequence[Any]], "list[Any]"]
-"""Evaluates a body on its inputs, values or tracers."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Body:

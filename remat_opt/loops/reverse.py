@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -10,10 +12,40 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat_opt.loops.body import evaluate, read
+from remat_opt.loops.recomputation import JointStep, Recomputation
+from remat_opt.loops.steps import Emit
 from remat_opt.loops.update import update_slices
 
 if TYPE_CHECKING:
     from remat_opt.loops.write import PairWriter
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptOfChunk:
+    """What there is of a chunk's steps before it is turned round.
+
+    Attributes:
+        again: what its steps repeat; where that is less than all, the last step repeats all.
+        of: for a step of the chunk the carries that its recomputation starts from, and its residuals.
+        of_last: the same for the last step, where that repeats more.
+    """
+
+    again: Recomputation
+    of: Callable[[Any], list[Any]]
+    of_last: Callable[[Any], list[Any]] = lambda _: []
+
+
+@dataclasses.dataclass(frozen=True)
+class StepBody:
+    """A step of the reverse loop with a schedule of its own.
+
+    Attributes:
+        step: the step as a program.
+        emit: evaluates it on its inputs.
+    """
+
+    step: JointStep
+    emit: Emit
 
 
 class ReverseLoop:
@@ -22,18 +54,20 @@ class ReverseLoop:
     def __init__(self, writer: PairWriter, operands: dict[int, Any], handed_over: Sequence[Any]):
         self.writer = writer
         self.pair = writer.pair
-        self.kept = writer.recomputation
+        self.repeats = writer.repeats
         self.operands = operands
         self.in_place = dict((writer.update.in_place if writer.update else {}).items())
-        saved = len(self.kept.saved)
+        saved = len(self.repeats.saved)
         forward, backward = self.pair.forward, self.pair.backward
-        # One level: the carries of all steps. Two: the first ones of each chunk, and all of the last chunk.
-        slots = len(self.kept.advanced) if writer.choice.chunk is not None else 0
-        self.slots, self.carries = handed_over[saved : saved + slots], handed_over[saved + slots :]
+        handed = iter(handed_over[saved:])
+        # One level: the carries of all steps. Two: of each group the first ones of its chunks, and all of the last one.
+        self.carries = [] if writer.groups else list(handed)
+        self.slots = [list(itertools.islice(handed, len(again.advanced))) for again in self.repeats.of_group]
+        self.residuals = list(handed)  # of the last chunk
         # All stacks that are read one slice a step, by what the slice stands for in the environments of a step.
-        reads = self.kept.again.reads | self.kept.advance.reads
-        self.forward_stacks: dict[int, Any] = dict(zip(self.kept.saved, handed_over[:saved], strict=True))
-        self.forward_stacks |= {value: operands[forward.ys[y]] for value, y in self.kept.given.items()}
+        reads = self.repeats.reads
+        self.forward_stacks: dict[int, Any] = dict(zip(self.repeats.saved, handed_over[:saved], strict=True))
+        self.forward_stacks |= {value: operands[forward.ys[y]] for value, y in self.repeats.given.items()}
         given_xs = [(v, a) for v, a in zip(forward.body_xs, forward.xs, strict=True) if v in reads]
         self.overwritten = set(self.in_place.values())
         self.forward_in_place = {v: a for v, a in given_xs if isinstance(a, int) and a in self.overwritten}
@@ -66,7 +100,7 @@ class ReverseLoop:
 
         def step(state, x):
             index, carries, slices = x
-            return self.step(state, index, carries, slices)
+            return self.step(state, index, self.repeats.alone, carries, slices)
 
         (last, in_place), stacked = lax.scan(
             step,
@@ -79,70 +113,115 @@ class ReverseLoop:
         return last, stacked, in_place
 
     def in_two_levels(self) -> tuple[list[Any], list[Any], list[Any]]:
-        writer, chunk = self.writer, self.writer.choice.steps_in_chunk
+        writer = self.writer
         avals = [writer.program.avals[value] for value in writer.stacked_results]
         state = (*self.first_state, [jnp.zeros(aval.shape, aval.dtype) for aval in avals])
-        whole = jnp.arange(writer.whole_chunks, dtype=jnp.int32)
-        state = self.in_reverse(state, jnp.int32(writer.whole_chunks), writer.last_chunk, self.carries)
-
-        def one_chunk(state, number):
-            return self.in_reverse(state, number, chunk, self.advance(number, state[1])), None
-
-        if writer.whole_chunks:
-            state, _ = lax.scan(one_chunk, state, whole, reverse=True)
+        before = self.pair.length - writer.last_chunk
+        state = self.turn_round(state, jnp.int32(before), writer.last_chunk, self.kept_of_last_chunk())
+        for number in reversed(range(len(writer.groups))):
+            chunks = writer.groups[number]
+            before -= chunks.all_steps
+            if chunks.number:
+                state = self.chunks_in_reverse(state, number, before)
         last, in_place, stacked = state
         return last, stacked, in_place
 
-    def index_of(self, number: jax.Array, step: jax.Array) -> jax.Array:
-        """Where in the stacks a step of a chunk is."""
-        position = number * self.writer.choice.steps_in_chunk + step
-        return self.pair.length - 1 - position if self.pair.forward.reverse else position
+    def chunks_in_reverse(self, state: Any, group: int, before: int) -> Any:
+        """The chunks of a group, the last one first.
 
-    def in_reverse(self, state: Any, number: jax.Array, length: int, carries: Sequence[Any]) -> Any:
+        Args:
+            state: the backward carry, the stacks that are updated in place, and the stacks of results.
+            group: which one.
+            before: steps of the loop before it.
+        """
+        chunks = self.writer.groups[group]
+
+        def one_chunk(state, number):
+            first_step = before + number * chunks.steps
+            kept = self.advance(group, number, first_step, state[1])
+            return self.turn_round(state, first_step, chunks.steps, kept), None
+
+        return lax.scan(one_chunk, state, jnp.arange(chunks.number, dtype=jnp.int32), reverse=True)[0]
+
+    def kept_of_last_chunk(self) -> KeptOfChunk:
+        """What the forward loop kept for the last chunk: carries behind those of the last group's chunks."""
+        advanced, slots, first = self.repeats.last_chunk.advanced, self.slots[-1], self.writer.groups[-1].number
+        again = self.repeats.last_chunk if self.residuals else self.repeats.alone
+
+        def carries_at(step: Any, positions: Sequence[int]) -> list[Any]:
+            return [_slice(slots[advanced.index(at)], first + step) for at in positions]
+
+        return KeptOfChunk(
+            again,
+            lambda step: [*carries_at(step, again.carries), *(_slice(stack, step) for stack in self.residuals)],
+            lambda step: carries_at(step, self.repeats.alone.carries),
+        )
+
+    def index_of(self, step: Any) -> Any:
+        """Where in the stacks a step of the loop is."""
+        return self.pair.length - 1 - step if self.pair.forward.reverse else step
+
+    def turn_round(self, state: Any, first_step: Any, length: int, kept: KeptOfChunk) -> Any:
         """Run one chunk in reverse.
 
         Args:
             state: the backward carry, the stacks that are updated in place, and the stacks of results.
-            number: which chunk.
+            first_step: its first step in the loop.
             length: steps in it.
-            carries: the forward carries of its steps.
+            kept: what there is of its steps.
         """
 
-        def step(state, x):
-            step_number, held = x
-            index = self.index_of(number, step_number)
+        def step(state, number, again, held):
+            index = self.index_of(first_step + number)
             slices = [{v: _slice(stack, index) for v, stack in stacks.items()} for stacks in self.stacks]
-            (last, in_place), made = self.step(state[:2], index, held, slices)
+            (last, in_place), made = self.step(state[:2], index, again, held, slices)
             stacked = [lax.dynamic_update_index_in_dim(s, m, index, 0) for s, m in zip(state[2], made, strict=True)]
-            return (last, in_place, stacked), None
+            return last, in_place, stacked
 
-        numbers = jnp.arange(length, dtype=jnp.int32)
-        unroll = unroll_for(self.pair.backward.unroll, length)
-        return lax.scan(step, state, (numbers, list(carries)), reverse=True, unroll=unroll)[0]
+        if kept.again is not self.repeats.alone:  # the others find their residuals in the chunk
+            length -= 1
+            # In no loop of its own, it would have its weights read and converted before the forward loop.
+            number, cotangents = lax.optimization_barrier((jnp.int32(length), state[0]))
+            state = step((cotangents, *state[1:]), number, self.repeats.alone, kept.of_last(number))
+        if not length:
+            return state
+        return lax.scan(
+            lambda state, number: (step(state, number, kept.again, kept.of(number)), None),
+            state,
+            jnp.arange(length, dtype=jnp.int32),
+            reverse=True,
+            unroll=unroll_for(self.pair.backward.unroll, length),
+        )[0]
 
-    def advance(self, number: jax.Array, in_place: list[Any]) -> list[Any]:
+    def advance(self, group: int, number: Any, first_step: Any, in_place: list[Any]) -> KeptOfChunk:
         """The carries that the steps of one chunk start from, and what it keeps besides: stacks of the chunk's size.
 
         Args:
-            number: which chunk.
+            group: of which chunks.
+            number: which one of them.
+            first_step: its first step in the loop.
             in_place: the stacks that are updated in place.
         """
-        forward, kept, chunk = self.pair.forward, self.kept, self.writer.choice.steps_in_chunk
+        forward, chunk = self.pair.forward, self.writer.groups[group].steps
+        again, alone = self.repeats.of_group[group], self.repeats.alone
         given_now = dict(zip(self.in_place.values(), in_place, strict=True))
-        reads = kept.advance.reads
+        reads = again.advance.reads
         stacks = {v: stack for v, stack in self.forward_stacks.items() if v in reads}
         stacks |= {v: given_now[given] for v, given in self.forward_in_place.items() if v in reads}
 
+        def among(carry, positions):
+            return [carry[again.advanced.index(at)] for at in positions]
+
         def hold(held, carry, place):
-            values = [carry[kept.advanced.index(at)] for at in kept.carries]
+            values = among(carry, again.carries)
             return [lax.dynamic_update_index_in_dim(s, c, place, 0) for s, c in zip(held, values, strict=True)]
 
         def advanced(carry, step_number):
-            environment = self.forward_environment(dict(zip(kept.advanced, carry, strict=True)))
-            index = self.index_of(number, step_number)
+            environment = self.forward_environment(dict(zip(again.advanced, carry, strict=True)))
+            index = self.index_of(first_step + step_number)
             environment |= {value: _slice(stack, index) for value, stack in stacks.items()}
-            evaluate(forward.body, kept.advance.equations, environment, again=True)
-            return [read(forward.next_carry[at], environment) for at in kept.advanced], environment
+            evaluate(forward.body, again.advance.equations, environment, again=True)
+            return [read(forward.next_carry[at], environment) for at in again.advanced], environment
 
         def step(state, step_number):
             carry, held = state
@@ -151,18 +230,21 @@ class ReverseLoop:
 
         def step_with_residuals(carry, step_number):
             next_carry, environment = advanced(carry, step_number)
-            before = [carry[kept.advanced.index(at)] for at in kept.carries]
-            return next_carry, [*before, *(environment[value] for value in kept.in_chunk)]
+            return next_carry, [*among(carry, again.carries), *(environment[value] for value in again.in_chunk)]
 
-        first = [_slice(slots, number) for slots in self.slots]
-        if kept.in_chunk:
-            numbers = jnp.arange(chunk, dtype=jnp.int32)
-            return lax.scan(step_with_residuals, first, numbers, unroll=unroll_for(forward.unroll, chunk))[1]
-        held = hold([room_for(first[kept.advanced.index(at)], chunk) for at in kept.carries], first, 0)
+        first = [_slice(slots, number) for slots in self.slots[group]]
+        unroll = unroll_for(forward.unroll, max(chunk - 1, 1))
+        if again.in_chunk:
+            numbers = jnp.arange(chunk - 1, dtype=jnp.int32)
+            last, held = lax.scan(step_with_residuals, first, numbers, unroll=unroll)
+            return KeptOfChunk(
+                again, lambda at: [_slice(stack, at) for stack in held], lambda _: among(last, alone.carries)
+            )
+        held = hold([room_for(carry, chunk) for carry in among(first, again.carries)], first, 0)
         if chunk > 1:
             numbers = jnp.arange(1, chunk, dtype=jnp.int32)
-            (_, held), _ = lax.scan(step, (first, held), numbers, unroll=unroll_for(forward.unroll, chunk - 1))
-        return held
+            (_, held), _ = lax.scan(step, (first, held), numbers, unroll=unroll)
+        return KeptOfChunk(alone, lambda at: [_slice(stack, at) for stack in held])
 
     def forward_environment(self, carry: dict[int, Any]) -> dict[int, Any]:
         """Constants and some carries of the forward body."""
@@ -170,13 +252,14 @@ class ReverseLoop:
         constants = self.writer.constants(forward, self.operands)
         return constants | {forward.body_carry[at]: value for at, value in carry.items()}
 
-    def step(self, state: Any, index: jax.Array, carries: list[Any], slices: Any) -> Any:
+    def step(self, state: Any, index: Any, kept: Recomputation, held: list[Any], slices: Any) -> Any:
         """One step: the residuals again, the backward body, the update.
 
         Args:
             state: the backward carry and the stacks that are updated in place.
             index: the slice of the stacks that is at hand.
-            carries: the forward carries that the recomputation starts from, and what the chunk has kept besides.
+            kept: what it repeats.
+            held: the forward carries that the recomputation starts from, and what the chunk has kept besides.
             slices: this step's slice of each of `stacks`.
 
         Returns:
@@ -184,8 +267,7 @@ class ReverseLoop:
         """
         cotangents, in_place = state
         of_forward, of_backward, of_update = slices
-        pair, kept, backward = self.pair, self.kept, self.pair.backward
-        carries, residuals = carries[: len(kept.carries)], carries[len(kept.carries) :]
+        carries, residuals = held[: len(kept.carries)], held[len(kept.carries) :]
         carries, cotangents = self.together(carries, cotangents)
         given_now = {given: _slice(s, index) for given, s in zip(self.in_place.values(), in_place, strict=True)}
         if self.writer.slices_apart:
@@ -193,20 +275,14 @@ class ReverseLoop:
         again = self.forward_environment(dict(zip(kept.carries, carries, strict=True)))
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
         again |= dict(zip(kept.in_chunk, residuals, strict=True))
-        evaluate(pair.forward.body, kept.again.equations, again, again=True)
-
-        environment = self.writer.constants(backward, self.operands)
-        environment |= dict(zip(backward.body_carry, cotangents, strict=True))
+        environment = self.writer.constants(self.pair.backward, self.operands)
+        environment |= dict(zip(self.pair.backward.body_carry, cotangents, strict=True))
         environment |= of_backward | {v: of_forward[shared] for v, shared in self.shared.items()}
         environment |= {v: given_now[a] for v, a in self.backward_in_place.items()}
-        for at, y in pair.consumed.items():
-            environment[backward.body_xs[at]] = read(pair.forward.body_ys[y], again)
-        evaluate(backward.body, range(len(backward.body.equations)), environment)
+        next_carry, made = self.both_passes(kept, again, environment)
 
-        made = [read(atom, environment) for atom in backward.body_ys]
-        by_value = dict(zip(backward.ys, made, strict=True))
+        by_value = dict(zip(self.pair.backward.ys, made, strict=True))
         update = self.writer.update
-        next_carry = [read(atom, environment) for atom in backward.next_carry]
         if update is not None:
             if not self.writer.slices_apart:
                 # Read again for the update: the slices that the recomputation reads need not live until then.
@@ -220,6 +296,33 @@ class ReverseLoop:
         ]
         stacked = [by_value[value] for value in self.writer.stacked_results]
         return (next_carry, in_place), stacked
+
+    def both_passes(
+        self, kept: Recomputation, again: dict[int, Any], environment: dict[int, Any]
+    ) -> tuple[list[Any], list[Any]]:
+        """What a step repeats of the forward body, then the backward body.
+
+        Args:
+            kept: what is repeated.
+            again: values of the forward body that are there.
+            environment: values of the backward body that are there.
+
+        Returns:
+            The backward body's next carry and its slices of stacks.
+        """
+        forward, backward = self.pair.forward, self.pair.backward
+        scheduled = self.writer.scheduled(kept)
+        if scheduled:
+            shift = scheduled.step.shift
+            inputs = scheduled.step.program.inputs
+            made = scheduled.emit([again[v] if v < shift else environment[v - shift] for v in inputs])
+            return made[: backward.num_carry], made[backward.num_carry :]
+        evaluate(forward.body, kept.again.equations, again, again=True)
+        for at, y in self.pair.consumed.items():
+            environment[backward.body_xs[at]] = read(forward.body_ys[y], again)
+        evaluate(backward.body, range(len(backward.body.equations)), environment)
+        made = [read(atom, environment) for atom in backward.body.outputs]
+        return made[: backward.num_carry], made[backward.num_carry :]
 
     def together(self, carries: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
         """Forward carries and their cotangents behind one barrier.

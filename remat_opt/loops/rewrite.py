@@ -12,7 +12,9 @@ from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.recomputation import recomputation
+from remat_opt.loops.memory import memory_of
+from remat_opt.loops.recomputation import Recomputation, joint_step, recomputations
+from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import find_update
 from remat_opt.loops.write import PairWriter
 from remat_opt.program import compat
@@ -26,6 +28,7 @@ def rewrite_loops(
     aliases: Sequence[tuple[int, int]] = (),
     *,
     slices_apart: bool = False,
+    steps: StepSearch | None = None,
 ) -> Program:
     """Write pairs of scans again.
 
@@ -36,6 +39,7 @@ def rewrite_loops(
         aliases: (input, output) pairs of the program that share one buffer, because the input was donated.
         slices_apart: slices of stacks that are updated in place get buffers of their own, so that no kernel reads the
             stack when it has been overwritten: a compiler that does not see this copies the whole stack at each step.
+        steps: schedules steps of reverse loops, where a choice says so.
 
     Returns:
         The program with the same inputs and outputs. Values of equations that were not touched keep their numbers.
@@ -43,7 +47,7 @@ def rewrite_loops(
     splicing = Splicing(program)
     chosen = tuple(chosen)
     for at, choice in chosen:
-        splicing.write_pair(pairs[at], choice, aliases, pairs, slices_apart)
+        splicing.write_pair(pairs[at], choice, aliases, pairs, slices_apart, steps)
     return splicing.result() if chosen else program
 
 
@@ -68,6 +72,7 @@ class Splicing:
         aliases: Sequence[tuple[int, int]],
         pairs: Sequence[Pair],
         slices_apart: bool = False,
+        steps: StepSearch | None = None,
     ) -> None:
         """Put a pair's two loops in the place of its scans."""
         program = self.program
@@ -81,11 +86,12 @@ class Splicing:
             program,
             pair,
             choice,
-            recomputation(pair, choice),
+            recomputations(pair, choice),
             update,
             self.constant,
             frozenset(read_later),
             slices_apart,
+            steps,
         )
 
         operands = values_among(pair.forward.equation.inputs)
@@ -113,6 +119,19 @@ class Splicing:
         self.rename(writer.reverse_results, self.trace(pair.backward_index, written, [*reads, *handed_over]))
         for index in absorbed:
             self.instead[index] = []
+        if choice.step_bytes is not None and steps is not None:
+            self.note_workspace(pair, choice, writer, steps)
+
+    def note_workspace(self, pair: Pair, choice: LoopChoice, writer: PairWriter, steps: StepSearch) -> None:
+        """Keep what a reverse loop with scheduled steps needs, which cannot be read off what was written."""
+
+        def peak_of_step(again: Recomputation) -> int:
+            return steps.costs(joint_step(pair, again, self.program)).within(choice.step_bytes).peak
+
+        _, needed = memory_of(pair, choice, writer.repeats, peak_of_step)
+        regions = [one for one in self.instead[pair.backward_index] if compat.jaxprs_in(one.params)]
+        if len(regions) == 1:
+            self.workspaces[regions[0].outputs[0]] = needed
 
     def trace(self, index: int, fun: Callable[..., list[Any]], operands: Sequence[Atom]) -> list[Atom]:
         """Put what a function does in the place of an equation.

@@ -7,7 +7,11 @@ Two levels (Chen et al. 2016, section 4, on a loop): the forward loop keeps the 
 all carries of the last chunk, which is turned round at once. The reverse loop goes over the other chunks, makes the
 carries of one again and then runs it in reverse, reading and writing the whole stacks by index. The last chunk is
 shorter where the chunk does not divide the length. A chunk may keep residuals, too, while it makes its carries, so that
-they are not made a third time.
+they are not made a third time; its last step, which is turned round at once, makes its own.
+
+The first steps of the loop may be in chunks of another kind. Their carries have stacks of their own, so that those of
+the later steps are free when the reverse loop comes to them (as in Griewank & Walther 2000, "revolve", where what is
+free is used for the steps that are left).
 
 In both the optimizer's update may be done inside the reverse loop (`update.py`): stacks of parameters and moments are
 then carries of the loop, updated in place.
@@ -24,11 +28,12 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat_opt.loops.body import Atom, Loop, evaluate, read
-from remat_opt.loops.choice import LoopChoice
+from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.constants import make_afresh
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.recomputation import Recomputation
-from remat_opt.loops.reverse import ReverseLoop, room_for, unroll_for
+from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step
+from remat_opt.loops.reverse import ReverseLoop, StepBody, room_for, unroll_for
+from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import Update
 from remat_opt.program.inline import Constant, Program
 
@@ -41,21 +46,23 @@ class PairWriter:
         program: the flat step.
         pair: the loops.
         choice: what is to be done.
-        recomputation: what that means.
+        repeats: what that means.
         update: what moves into the reverse loop, if anything.
         constant: the program's `constant_equations`.
         read_later: values of the program that somebody reads; what nobody reads is not written.
         slices_apart: see `rewrite_loops`.
+        steps: schedules steps of the reverse loop, where the choice says so.
     """
 
     program: Program
     pair: Pair
     choice: LoopChoice
-    recomputation: Recomputation
+    repeats: Recomputations
     update: Update | None
     constant: dict[int, int]
     read_later: frozenset[int]
     slices_apart: bool = False
+    steps: StepSearch | None = None
 
     # The forward loop
 
@@ -75,47 +82,81 @@ class PairWriter:
         Returns:
             One value for each of `forward_results`, and what the reverse loop is to be given.
         """
-        loop = self.pair.forward
-        kept = self.recomputation
+        loop, repeats = self.pair.forward, self.repeats
         first = [read(atom, operands) for atom in loop.first_carry]
         ys = [y for y in self.pair.kept_ys if loop.ys[y] in self.read_later]
         equations = range(len(loop.body.equations))
-        chunk = self.choice.chunk
+        one_level = repeats.alone.carries if self.choice.chunk is None else ()
 
         def step(state, x):
-            carry, slots, recent = state
+            carry, kept = state
             step_number, *slices = x
             constants = self.constants(loop, operands).values()
             environment = dict(zip(loop.body.inputs, [*constants, *carry, *slices], strict=True))
             evaluate(loop.body, equations, environment)
             stacked = [read(loop.body_ys[y], environment) for y in ys]
-            stacked += [environment[value] for value in kept.saved]
-            if chunk is None:
-                stacked += [carry[at] for at in kept.carries]
-            else:
-                slots = [
-                    lax.dynamic_update_index_in_dim(slot, carry[at], self.place_of(step_number), 0)
-                    for at, slot in zip(kept.advanced, slots, strict=True)
-                ]
-                place = jnp.maximum(step_number - chunk * self.whole_chunks, 0)  # the first until the last chunk
-                held = [*(carry[at] for at in kept.carries), *(environment[value] for value in kept.in_chunk)]
-                recent = [
-                    lax.dynamic_update_index_in_dim(stack, value, place, 0)
-                    for value, stack in zip(held, recent, strict=True)
-                ]
-            return ([read(atom, environment) for atom in loop.next_carry], slots, recent), stacked
+            stacked += [environment[value] for value in repeats.saved]
+            stacked += [carry[at] for at in one_level]
+            if kept:
+                kept = self.kept_with(kept, step_number, carry, environment)
+            return ([read(atom, environment) for atom in loop.next_carry], kept), stacked
 
-        slots, recent = [], []
-        if chunk is not None:
-            slots = [room_for(first[at], self.whole_chunks + 1) for at in kept.advanced]
-            avals = [loop.body.avals[value] for value in kept.in_chunk]
-            recent = [room_for(value, self.last_chunk) for value in (*(first[at] for at in kept.carries), *avals)]
+        kept = self.room_for_chunks(first)
         xs = [self.step_numbers(), *(read(atom, operands) for atom in loop.xs)]
         unroll = unroll_for(loop.unroll, loop.length)
-        state = (first, slots, recent)
-        (last, slots, recent), stacked = lax.scan(step, state, xs, loop.length, reverse=loop.reverse, unroll=unroll)
+        state = (first, kept)
+        (last, kept), stacked = lax.scan(step, state, xs, loop.length, reverse=loop.reverse, unroll=unroll)
         results = dict(zip((*loop.last_carry, *(loop.ys[y] for y in ys)), [*last, *stacked[: len(ys)]], strict=True))
-        return [results[value] for value in self.forward_results], [*stacked[len(ys) :], *slots, *recent]
+        return [results[value] for value in self.forward_results], [*stacked[len(ys) :], *jax.tree.leaves(kept)]
+
+    @property
+    def groups(self) -> tuple[Chunks, ...]:
+        """Two levels: the chunks but the last one; none with one level."""
+        return self.choice.groups(self.pair.length) if self.choice.chunk is not None else ()
+
+    @property
+    def last_chunk(self) -> int:
+        """Two levels: steps of the last chunk."""
+        return self.choice.last_chunk(self.pair.length)
+
+    @property
+    def residuals_of_last_chunk(self) -> tuple[int, ...]:
+        """Values of the forward body that the forward loop keeps for the last chunk, but its last step."""
+        return self.repeats.last_chunk.in_chunk if self.groups and self.last_chunk > 1 else ()
+
+    def places(self, group: int) -> int:
+        """Carries that are kept for a group of chunks; those of the last chunk stand behind those of the last group."""
+        is_last = group == len(self.groups) - 1
+        return self.groups[group].number + (self.last_chunk if is_last else 0)
+
+    def room_for_chunks(self, first: Sequence[Any]) -> list[list[Any]]:
+        """Stacks for the carries of each group, then for the residuals of the last chunk; none with one level."""
+        if not self.groups:
+            return []
+        carries = [
+            [room_for(first[at], self.places(number)) for at in again.advanced]
+            for number, again in enumerate(self.repeats.of_group)
+        ]
+        avals = [self.pair.forward.body.avals[value] for value in self.residuals_of_last_chunk]
+        return [*carries, [room_for(aval, self.last_chunk - 1) for aval in avals]]
+
+    def kept_with(
+        self, kept: list[list[Any]], step_number: jax.Array, carry: Sequence[Any], environment: dict[int, Any]
+    ) -> list[list[Any]]:
+        """The stacks of `room_for_chunks` when a step has been there.
+
+        A step whose carry is not kept leaves it in the next place, which a later step writes to.
+        """
+        *carries, residuals = kept
+        before, written = 0, []
+        for number, (chunks, again) in enumerate(zip(self.groups, self.repeats.of_group, strict=True)):
+            step, whole = step_number - before, chunks.all_steps
+            place = jnp.where(step > whole, chunks.number + step - whole, -(-step // chunks.steps))
+            values = [carry[at] for at in again.advanced]
+            written.append(_put(carries[number], values, place, surely=number == len(self.groups) - 1))
+            before += whole
+        values = [environment[value] for value in self.residuals_of_last_chunk]
+        return [*written, _put(residuals, values, step_number - before, surely=False)]
 
     def constants(self, loop: Loop, operands: dict[int, Any]) -> dict[int, Any]:
         """The constant operands of a loop by value of its body, those that depend on no input made afresh."""
@@ -125,22 +166,6 @@ class PairWriter:
             for value, atom in zip(loop.body_constants, loop.constants, strict=True)
             if isinstance(atom, Constant) or atom in fresh or atom in operands
         }
-
-    @property
-    def whole_chunks(self) -> int:
-        """Two levels: how many chunks come before the last one."""
-        return (self.pair.length - 1) // self.choice.steps_in_chunk
-
-    @property
-    def last_chunk(self) -> int:
-        """Two levels: steps of the last chunk."""
-        return self.pair.length - self.whole_chunks * self.choice.steps_in_chunk
-
-    def place_of(self, step_number: jax.Array) -> jax.Array:
-        """Where a step's carry is kept if it is a chunk's first; there is one place more for all others."""
-        chunk = self.choice.steps_in_chunk
-        first_of_chunk = (step_number % chunk == 0) & (step_number < chunk * self.whole_chunks)
-        return jnp.where(first_of_chunk, step_number // chunk, self.whole_chunks)
 
     def step_numbers(self) -> jax.Array:
         """For each index of the stacks, as which step the forward loop comes to it."""
@@ -178,15 +203,14 @@ class PairWriter:
     def reverse_operands(self) -> tuple[int, ...]:
         """Values of the program that the reverse loop reads, beside what the forward loop hands over."""
         forward, backward = self.pair.forward, self.pair.backward
-        kept = self.recomputation
-        reads = kept.again.reads | kept.advance.reads
+        reads = self.repeats.reads
         own_xs = [x for at, x in enumerate(backward.xs) if at not in self.pair.consumed]
         constants = [*backward.constants]
         constants += [a for a, v in zip(forward.constants, forward.body_constants, strict=True) if v in reads]
         atoms: list[Atom] = [a for a in constants if isinstance(a, Constant) or a not in self.constant]
         atoms += [*backward.first_carry, *own_xs]
         atoms += [a for a, v in zip(forward.xs, forward.body_xs, strict=True) if v in reads]
-        atoms += [forward.ys[y] for y in kept.given.values()]
+        atoms += [forward.ys[y] for y in self.repeats.given.values()]
         if self.update:
             atoms += [*self.update.stacks, *self.update.others]
         return tuple(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Constant)))
@@ -206,3 +230,22 @@ class PairWriter:
         carried = dict(zip(self.pair.backward.last_carry, last, strict=True))
         wanted = [carried[value] for value in self.pair.backward.last_carry if value in self.read_later]
         return [*wanted, *stacked, *in_place]
+
+    def scheduled(self, again: Recomputation) -> StepBody | None:
+        """A step of the reverse loop as the choice has it scheduled; None leaves it in its own order."""
+        if self.choice.step_bytes is None or self.steps is None:
+            return None
+        step = joint_step(self.pair, again, self.program)
+        emit = self.steps.written(step, self.choice.step_bytes)
+        return StepBody(step, emit) if emit else None
+
+
+def _put(stacks: Sequence[Any], values: Sequence[Any], place: jax.Array, *, surely: bool) -> list[Any]:
+    """Stacks with values at a place: the first one if it is before; if it may be behind the end, nothing changes."""
+    written = []
+    for stack, value in zip(stacks, values, strict=True):
+        at = jnp.clip(place, 0, len(stack) - 1)
+        if not surely:
+            value = jnp.where(place < len(stack), value, lax.dynamic_index_in_dim(stack, at, 0, keepdims=False))
+        written.append(lax.dynamic_update_index_in_dim(stack, value, at, 0))
+    return written

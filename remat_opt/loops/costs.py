@@ -1,0 +1,193 @@
+"""Bytes, FLOPs and seconds of a pair for any choice."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection, Iterable, Sequence
+
+from remat_opt.graph.build import Bridge, build, bytes_of, flops_of, peak_as_written, workspace_of_loops
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Kind
+from remat_opt.loops.body import Atom, slice_back
+from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.memory import memory_of
+from remat_opt.loops.pairs import Pair
+from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step, recomputation
+from remat_opt.loops.steps import StepCost, StepCosts, StepSearch
+from remat_opt.loops.update import Update
+from remat_opt.program.inline import Program
+
+DEAR = (Kind.CONTRACTION, Kind.OPAQUE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """One way to write a pair.
+
+    Attributes:
+        choice: what is done; None leaves the pair as it is.
+        kept_bytes: stacks and carries that live from the forward to the reverse loop.
+        transient_bytes: what the reverse loop needs beside them while it runs: the peak of one step, the carries of a
+            chunk, the stacks of gradients that it leaves to an update outside.
+        extra_flops: FLOPs beyond those of the pair as it is.
+        extra_seconds: estimated seconds beyond those of the pair as it is.
+    """
+
+    choice: LoopChoice | None
+    kept_bytes: int
+    transient_bytes: int
+    extra_flops: float
+    extra_seconds: float
+
+    @property
+    def bytes(self) -> int:
+        """All that it needs while the reverse loop runs."""
+        return self.kept_bytes + self.transient_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """FLOPs and estimated seconds."""
+
+    flops: float
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class RepeatedStep:
+    """What one step of the reverse loop repeats, with its costs.
+
+    Attributes:
+        repeats: what it repeats.
+        again: of what it repeats for its residuals.
+        advance: of what its chunk repeats to come to the next step.
+        costs: of the whole step, for each of its schedules.
+    """
+
+    repeats: Recomputation
+    again: Work
+    advance: Work
+    costs: StepCosts
+
+
+class PairCosts:
+    """What a pair costs, however it is written.
+
+    Args:
+        pair: the loops.
+        program: the flat step.
+        rates: the target.
+        update: the optimizer's update, where the reverse loop could do it.
+        steps: searches schedules of a step; None leaves each step in its own order.
+    """
+
+    def __init__(
+        self, pair: Pair, program: Program, rates: Rates, update: Update | None, steps: StepSearch | None = None
+    ):
+        self.program = program
+        self.pair = pair
+        self.rates = rates
+        self.update = update
+        self.step_search = steps
+        self.known_steps: dict[tuple[frozenset[int], frozenset[int] | None], RepeatedStep] = {}
+        self.known_first: dict[tuple[Atom, ...], Work] = {}
+        loop = pair.forward
+        graph = self.forward_bridge.graph
+        self.flops = [flops_of(equation, loop.body) for equation in loop.body.equations]
+        self.seconds = [0.0] * len(self.flops)
+        self.dear: list[int] = []  # equations whose results are worth keeping
+        for op, index in enumerate(self.forward_bridge.equation_of):
+            self.seconds[index] = graph.ops[op].seconds
+            if graph.ops[op].kind in DEAR:
+                self.dear.append(index)
+
+    @functools.cached_property
+    def forward_bridge(self) -> Bridge:
+        return build(self.pair.forward.body, self.rates)
+
+    @functools.cached_property
+    def as_given(self) -> Work:
+        """Of both loops as they are."""
+        loops = (self.pair.forward.equation, self.pair.backward.equation)
+        backward = build(self.pair.backward.body, self.rates).graph
+        seconds = self.pair.length * (self.forward_bridge.graph.seconds + backward.seconds)
+        return Work(sum(flops_of(equation, self.program) for equation in loops), seconds)
+
+    def option_as_given(self) -> Option:
+        """The pair as it is."""
+        kept = sum(self.stack_bytes(self.pair.forward.ys[y]) for y in self.pair.residual_ys)
+        backward = self.pair.backward.equation
+        peak = workspace_of_loops(backward.primitive, backward.params, self.rates)
+        return Option(None, kept, peak + self.gradient_bytes(False), 0.0, 0.0)
+
+    def option(self, choice: LoopChoice) -> Option:
+        """The pair as a choice says."""
+        groups = choice.groups(self.pair.length) if choice.chunk is not None else ()
+        alone = self.steps(choice.saved, None if choice.chunk is None else frozenset())
+        of_group = [self.steps(choice.saved, chunks.in_chunk) for chunks in groups]
+        repeats = Recomputations(alone.repeats, tuple(group.repeats for group in of_group))
+        peaks = {one.repeats: one.costs.within(choice.step_bytes).peak for one in (alone, *of_group)}
+        kept, transient = memory_of(self.pair, choice, repeats, peaks.__getitem__)
+        runs = self._forward_again(choice, repeats)
+        if choice.chunk is None:
+            runs += _steps_again(self.pair.length, alone, choice)
+        else:
+            last = Chunks(1, choice.last_chunk(self.pair.length), choice.in_chunk)
+            for chunks, group in zip((*groups, last), (*of_group, of_group[-1]), strict=True):
+                runs += _steps_again(chunks.number, alone, choice)
+                runs += _steps_again(chunks.number * (chunks.steps - 1), group, choice)
+                if chunks is not last:
+                    runs.append((chunks.number * (chunks.steps - 1), group.advance))
+        return Option(
+            choice,
+            kept,
+            transient + self.gradient_bytes(choice.update),
+            sum(times * work.flops for times, work in runs),
+            sum(times * work.seconds for times, work in runs),
+        )
+
+    def _forward_again(self, choice: LoopChoice, repeats: Recomputations) -> list[tuple[int, Work]]:
+        """The forward loop beyond the one as it is: it leaves out what only the residuals needed."""
+        loop, length = self.pair.forward, self.pair.length
+        in_last = repeats.last_chunk.in_chunk if choice.chunk is not None else ()
+        wanted = (*loop.next_carry, *(loop.body_ys[y] for y in self.pair.kept_ys), *repeats.saved, *in_last)
+        if wanted not in self.known_first:
+            self.known_first[wanted] = self.work(slice_back(loop, wanted).equations)
+        return [(length, self.known_first[wanted]), (-length, self.work(range(len(self.flops))))]
+
+    def steps(self, saved: frozenset[int], in_chunk: frozenset[int] | None) -> RepeatedStep:
+        """What a step repeats; `in_chunk` is None for one level."""
+        if (saved, in_chunk) not in self.known_steps:
+            choice = LoopChoice(saved) if in_chunk is None else LoopChoice(saved, 1, in_chunk=in_chunk)
+            again = recomputation(self.pair, choice)
+            step = joint_step(self.pair, again, self.program)
+            if self.step_search:
+                costs = self.step_search.costs(step)
+            else:
+                costs = StepCosts((StepCost(peak_as_written(step.program, self.rates), 0.0, 0.0),))
+            works = (self.work(equations.equations) for equations in (again.again, again.advance))
+            self.known_steps[saved, in_chunk] = RepeatedStep(again, *works, costs)
+        return self.known_steps[saved, in_chunk]
+
+    def work(self, equations: Iterable[int]) -> Work:
+        """Of some equations of the forward body."""
+        equations = tuple(equations)
+        return Work(sum(self.flops[i] for i in equations), sum(self.seconds[i] for i in equations))
+
+    def gradient_bytes(self, update: bool) -> int:
+        """Stacks of gradients that the reverse loop writes for an update that could be done inside."""
+        if self.update is None or update:
+            return 0
+        return sum(self.stack_bytes(self.pair.backward.ys[y]) for y in self.update.gradients)
+
+    def stack_bytes(self, value: int) -> int:
+        return bytes_of(self.program.avals[value])
+
+    def body_bytes(self, values: Collection[int] | Iterable[int]) -> int:
+        return sum(bytes_of(self.pair.forward.body.avals[value]) for value in values)
+
+
+def _steps_again(times: int, step: RepeatedStep, choice: LoopChoice) -> list[tuple[int, Work]]:
+    schedule = step.costs.within(choice.step_bytes)
+    return [(times, step.again), (times, Work(schedule.extra_flops, schedule.extra_seconds))]

@@ -1,0 +1,61 @@
+"""Schedules for one step of a reverse loop, which the search is asked for; see `StepSearch`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from remat_opt.loops.recomputation import JointStep
+
+Emit = Callable[[Sequence[Any]], "list[Any]"]
+"""Evaluates a body on its inputs, values or tracers."""
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """One schedule of a step.
+
+    Attributes:
+        peak: bytes, without the stacks that the step reads.
+        extra_flops: FLOPs beyond those of the step in its own order.
+        extra_seconds: estimated seconds beyond.
+    """
+
+    peak: int
+    extra_flops: float
+    extra_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class StepCosts:
+    """What a step can be.
+
+    Attributes:
+        schedules: from least memory to least time; the last one is the step in its own order.
+    """
+
+    schedules: tuple[StepCost, ...]
+
+    @property
+    def in_order(self) -> StepCost:
+        """The step in its own order."""
+        return self.schedules[-1]
+
+    def within(self, most_bytes: int | None) -> StepCost:
+        """The least time with a peak of so many bytes, or the least memory; None is the step in its own order."""
+        if most_bytes is None:
+            return self.in_order
+        return next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
+
+
+class StepSearch(Protocol):
+    """Schedules steps of reverse loops: what a step repeats need not all be there at its beginning."""
+
+    def costs(self, step: JointStep) -> StepCosts:
+        """What a step can be."""
+        ...
+
+    def written(self, step: JointStep, most_bytes: int) -> Emit | None:
+        """The step as `StepCosts.within` has it; None where that is its own order."""
+        ...
