@@ -101,7 +101,7 @@ class LoopChoices:
     @property
     def has_recurrent(self) -> bool:
         """Whether a recurrent loop is written again."""
-        return any(self.pairs[at].is_recurrent for at, _ in self.chosen)
+        return bool(self.options) and any(self.options[at].is_recurrent for at, _ in self.chosen)
 
     def _picked(self, at: int, choice: LoopChoice) -> Option:
         return next(option for option in self.options[at].options if option.choice == choice)
@@ -193,7 +193,7 @@ def least_bytes(pair: PairOptions, share: float = 1.0) -> Option:
 def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
     """The fewest bytes with one extra forward pass, and with two."""
     once = _fewest_bytes(pair, MOST_EXTRA * share)
-    return once, _fewest_bytes(pair, MOST_EXTRA_TWICE * share) if pair.pair.is_recurrent else once
+    return once, _fewest_bytes(pair, MOST_EXTRA_TWICE * share) if pair.is_recurrent else once
 
 
 def _fewest_bytes(pair: PairOptions, most: float) -> Option:

@@ -11,12 +11,13 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.loops.body import Atom, slice_back
 from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.memory import memory_of
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step, recomputation
 from remat_opt.loops.steps import StepCost, StepCosts, StepSearch
 from remat_opt.loops.update import Update
-from remat_opt.program.inline import Program
+from remat_opt.program.inline import Constant, Program
 
 DEAR = (Kind.CONTRACTION, Kind.OPAQUE)
 
@@ -113,6 +114,17 @@ class PairCosts:
         backward = build(self.pair.backward.body, self.rates).graph
         seconds = self.pair.length * (self.forward_bridge.graph.seconds + backward.seconds)
         return Work(sum(flops_of(equation, self.program) for equation in loops), seconds)
+
+    @functools.cached_property
+    def is_recurrent(self) -> bool:
+        """Whether the steps have their weights in common, as over time, and not one slice of stacks each, as layers."""
+        loop, known = self.pair.forward, constant_equations(self.program)
+        in_common = [
+            value
+            for value, atom in zip(loop.body_constants, loop.constants, strict=True)
+            if not isinstance(atom, Constant) and atom not in known
+        ]
+        return self.body_bytes(in_common) > self.body_bytes(loop.body_xs)
 
     def option_as_given(self) -> Option:
         """The pair as it is."""

@@ -35,23 +35,17 @@ def memory_of(
         return saved + pair.length * carries(repeats.alone.carries), alone
 
     # From the chunks that are turned round last to those that are first.
-    needed = before = saved
-    groups = choice.groups(pair.length)
-    last = choice.last_chunk(pair.length)
-    for number, (chunks, again) in enumerate(zip(groups, repeats.of_group, strict=True)):
-        first = carries(again.advanced)
-        before += chunks.number * first
-        if number == len(groups) - 1:
-            before += last * first
+    needed = firsts = saved
+    for chunks, again in zip(choice.groups(pair.length), repeats.of_group, strict=True):
         if chunks.number:
-            held = carries(again.carries) + size(again.in_chunk)
-            if again.in_chunk:
-                working = (chunks.steps - 1) * held + first
-            else:
-                working = chunks.steps * held
-            step = max(alone, peak_of_step(again)) if again.in_chunk and chunks.steps > 1 else alone
-            needed = max(needed, before + working + step)
-    again = repeats.last_chunk
-    kept = before + (last - 1) * size(again.in_chunk)
+            firsts += chunks.number * carries(again.advanced)
+            working, step = chunks.steps * carries(repeats.alone.carries), alone
+            if again.in_chunk and chunks.steps > 1:
+                held = carries(again.carries) + size(again.in_chunk)
+                working = (chunks.steps - 1) * held + carries(again.advanced)
+                step = max(alone, peak_of_step(again))
+            needed = max(needed, firsts + working + step)
+    last, again = choice.last_chunk(pair.length), repeats.last_chunk
+    kept = firsts + last * carries(repeats.alone.carries) + (last - 1) * size(again.in_chunk)
     step = max(alone, peak_of_step(again)) if again.in_chunk and last > 1 else alone
     return kept, max(needed, kept + step) - kept

@@ -35,12 +35,14 @@ class PairOptions:
         options: what can be done.
         flops: FLOPs of both loops as they are.
         seconds: estimated seconds of both loops as they are.
+        is_recurrent: whether the steps have their weights in common.
     """
 
     pair: Pair
     options: tuple[Option, ...]
     flops: float
     seconds: float
+    is_recurrent: bool = False
 
 
 def pair_options(
@@ -62,7 +64,8 @@ def pair_options(
         steps: searches schedules of a step of the reverse loop.
     """
     costs = PairCosts(pair, program, rates, find_update(program, pair, aliases, pairs), steps)
-    return PairOptions(pair, tuple(_Options(costs).all()), costs.as_given.flops, costs.as_given.seconds)
+    given = costs.as_given
+    return PairOptions(pair, tuple(_Options(costs).all()), given.flops, given.seconds, costs.is_recurrent)
 
 
 class _Options:

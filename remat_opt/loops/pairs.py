@@ -67,14 +67,6 @@ class Pair:
         return stateful_results(self.forward)
 
     @functools.cached_property
-    def is_recurrent(self) -> bool:
-        """Whether the steps have their weights in common, as over time, and not one slice of stacks each, as layers."""
-        body = self.forward.body
-        in_common, own = (sum(bytes_of(body.avals[value]) for value in values)
-                          for values in (self.forward.body_constants, self.forward.body_xs))  # fmt: skip
-        return in_common > own
-
-    @functools.cached_property
     def depends_on_carry(self) -> bool:
         """Whether a recomputation of the residuals has to start from the carry."""
         reads = slice_back(self.forward, self.residuals, {*self.given, *self.never_repeated}).reads

@@ -15,6 +15,7 @@ from remat_opt.loops.body import evaluate, read
 from remat_opt.loops.recomputation import JointStep, Recomputation
 from remat_opt.loops.steps import Emit
 from remat_opt.loops.update import update_slices
+from remat_opt.program import compat
 
 if TYPE_CHECKING:
     from remat_opt.loops.write import PairWriter
@@ -60,10 +61,12 @@ class ReverseLoop:
         saved = len(self.repeats.saved)
         forward, backward = self.pair.forward, self.pair.backward
         handed = iter(handed_over[saved:])
-        # One level: the carries of all steps. Two: of each group the first ones of its chunks, and all of the last one.
+        # One level: the carries of all steps. Two: of each group the first ones of its chunks.
         self.carries = [] if writer.groups else list(handed)
         self.slots = [list(itertools.islice(handed, len(again.advanced))) for again in self.repeats.of_group]
-        self.residuals = list(handed)  # of the last chunk
+        # Of the last chunk: its carries, and its residuals.
+        self.recent = list(itertools.islice(handed, len(self.repeats.alone.carries))) if writer.groups else []
+        self.residuals = list(handed)
         # All stacks that are read one slice a step, by what the slice stands for in the environments of a step.
         reads = self.repeats.reads
         self.forward_stacks: dict[int, Any] = dict(zip(self.repeats.saved, handed_over[:saved], strict=True))
@@ -144,17 +147,17 @@ class ReverseLoop:
         return lax.scan(one_chunk, state, jnp.arange(chunks.number, dtype=jnp.int32), reverse=True)[0]
 
     def kept_of_last_chunk(self) -> KeptOfChunk:
-        """What the forward loop kept for the last chunk: carries behind those of the last group's chunks."""
-        advanced, slots, first = self.repeats.last_chunk.advanced, self.slots[-1], self.writer.groups[-1].number
-        again = self.repeats.last_chunk if self.residuals else self.repeats.alone
+        """What the forward loop kept for the last chunk."""
+        alone = self.repeats.alone
+        again = self.repeats.last_chunk if self.residuals else alone
 
         def carries_at(step: Any, positions: Sequence[int]) -> list[Any]:
-            return [_slice(slots[advanced.index(at)], first + step) for at in positions]
+            return [_slice(self.recent[alone.carries.index(at)], step) for at in positions]
 
         return KeptOfChunk(
             again,
-            lambda step: [*carries_at(step, again.carries), *(_slice(stack, step) for stack in self.residuals)],
-            lambda step: carries_at(step, self.repeats.alone.carries),
+            lambda step: [*carries_at(step, again.carries), *(_slice_as_it_is(stack, step) for stack in self.residuals)],
+            lambda step: carries_at(step, alone.carries),
         )
 
     def index_of(self, step: Any) -> Any:
@@ -238,7 +241,7 @@ class ReverseLoop:
             numbers = jnp.arange(chunk - 1, dtype=jnp.int32)
             last, held = lax.scan(step_with_residuals, first, numbers, unroll=unroll)
             return KeptOfChunk(
-                again, lambda at: [_slice(stack, at) for stack in held], lambda _: among(last, alone.carries)
+                again, lambda at: [_slice_as_it_is(stack, at) for stack in held], lambda _: among(last, alone.carries)
             )
         held = hold([room_for(carry, chunk) for carry in among(first, again.carries)], first, 0)
         if chunk > 1:
@@ -339,6 +342,12 @@ class ReverseLoop:
 
 def _slice(stack: Any, index: jax.Array) -> Any:
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+
+
+def _slice_as_it_is(stack: Any, index: Any) -> Any:
+    """A slice in the layout that it was written in. A compiler that is free to choose may like another one for its
+    readers, and copies the whole stack for it."""
+    return compat.row_major(_slice(stack, index))
 
 
 def room_for(value: Any, places: int) -> Any:

@@ -124,21 +124,18 @@ class PairWriter:
         """Values of the forward body that the forward loop keeps for the last chunk, but its last step."""
         return self.repeats.last_chunk.in_chunk if self.groups and self.last_chunk > 1 else ()
 
-    def places(self, group: int) -> int:
-        """Carries that are kept for a group of chunks; those of the last chunk stand behind those of the last group."""
-        is_last = group == len(self.groups) - 1
-        return self.groups[group].number + (self.last_chunk if is_last else 0)
-
     def room_for_chunks(self, first: Sequence[Any]) -> list[list[Any]]:
-        """Stacks for the carries of each group, then for the residuals of the last chunk; none with one level."""
+        """Stacks for the first carries of each group's chunks, then for the carries of the last chunk, then for its
+        residuals; none with one level."""
         if not self.groups:
             return []
-        carries = [
-            [room_for(first[at], self.places(number)) for at in again.advanced]
-            for number, again in enumerate(self.repeats.of_group)
+        firsts = [
+            [room_for(first[at], chunks.number) for at in again.advanced]
+            for chunks, again in zip(self.groups, self.repeats.of_group, strict=True)
         ]
+        recent = [room_for(first[at], self.last_chunk) for at in self.repeats.alone.carries]
         avals = [self.pair.forward.body.avals[value] for value in self.residuals_of_last_chunk]
-        return [*carries, [room_for(aval, self.last_chunk - 1) for aval in avals]]
+        return [*firsts, recent, [room_for(aval, self.last_chunk - 1) for aval in avals]]
 
     def kept_with(
         self, kept: list[list[Any]], step_number: jax.Array, carry: Sequence[Any], environment: dict[int, Any]
@@ -147,16 +144,16 @@ class PairWriter:
 
         A step whose carry is not kept leaves it in the next place, which a later step writes to.
         """
-        *carries, residuals = kept
+        *firsts, recent, residuals = kept
         before, written = 0, []
-        for number, (chunks, again) in enumerate(zip(self.groups, self.repeats.of_group, strict=True)):
-            step, whole = step_number - before, chunks.all_steps
-            place = jnp.where(step > whole, chunks.number + step - whole, -(-step // chunks.steps))
-            values = [carry[at] for at in again.advanced]
-            written.append(_put(carries[number], values, place, surely=number == len(self.groups) - 1))
-            before += whole
+        for chunks, again, stacks in zip(self.groups, self.repeats.of_group, firsts, strict=True):
+            place = -(-(step_number - before) // chunks.steps)
+            written.append(_put(stacks, [carry[at] for at in again.advanced], place))
+            before += chunks.all_steps
+        place = step_number - before
         values = [environment[value] for value in self.residuals_of_last_chunk]
-        return [*written, _put(residuals, values, step_number - before, surely=False)]
+        recent = _put(recent, [carry[at] for at in self.repeats.alone.carries], place, surely=True)
+        return [*written, recent, _put(residuals, values, place)]
 
     def constants(self, loop: Loop, operands: dict[int, Any]) -> dict[int, Any]:
         """The constant operands of a loop by value of its body, those that depend on no input made afresh."""
@@ -240,10 +237,13 @@ class PairWriter:
         return StepBody(step, emit) if emit else None
 
 
-def _put(stacks: Sequence[Any], values: Sequence[Any], place: jax.Array, *, surely: bool) -> list[Any]:
+def _put(stacks: Sequence[Any], values: Sequence[Any], place: jax.Array, *, surely: bool = False) -> list[Any]:
     """Stacks with values at a place: the first one if it is before; if it may be behind the end, nothing changes."""
     written = []
     for stack, value in zip(stacks, values, strict=True):
+        if not len(stack):
+            written.append(stack)
+            continue
         at = jnp.clip(place, 0, len(stack) - 1)
         if not surely:
             value = jnp.where(place < len(stack), value, lax.dynamic_index_in_dim(stack, at, 0, keepdims=False))

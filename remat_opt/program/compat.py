@@ -128,8 +128,14 @@ def with_default_layout(array: Any) -> Any:
     """
     if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
         return array
-    constrained = with_layout_constraint(array, Layout(tuple(range(array.ndim))))
-    return lax.optimization_barrier(constrained)
+    return lax.optimization_barrier(row_major(array))
+
+
+def row_major(array: Any) -> Any:
+    """The same array, row-major in memory where it is made; random keys as they are."""
+    if jax.dtypes.issubdtype(array.dtype, jax.dtypes.extended):
+        return array
+    return with_layout_constraint(array, Layout(tuple(range(array.ndim))))
 
 
 def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
