@@ -181,20 +181,21 @@ class ReverseLoop:
             stacked = [lax.dynamic_update_index_in_dim(s, m, index, 0) for s, m in zip(state[2], made, strict=True)]
             return last, in_place, stacked
 
+        def in_reverse(state, numbers, again, held_of):
+            unroll = unroll_for(self.pair.backward.unroll, len(numbers))
+            return lax.scan(
+                lambda state, number: (step(state, number, again, held_of(number)), None),
+                state,
+                numbers,
+                reverse=True,
+                unroll=unroll,
+            )[0]
+
+        numbers = jnp.arange(length, dtype=jnp.int32)
         if kept.again is not self.repeats.alone:  # the others find their residuals in the chunk
-            length -= 1
-            # In no loop of its own, it would have its weights read and converted before the forward loop.
-            number, cotangents = lax.optimization_barrier((jnp.int32(length), state[0]))
-            state = step((cotangents, *state[1:]), number, self.repeats.alone, kept.of_last(number))
-        if not length:
-            return state
-        return lax.scan(
-            lambda state, number: (step(state, number, kept.again, kept.of(number)), None),
-            state,
-            jnp.arange(length, dtype=jnp.int32),
-            reverse=True,
-            unroll=unroll_for(self.pair.backward.unroll, length),
-        )[0]
+            state = in_reverse(state, numbers[-1:], self.repeats.alone, kept.of_last)
+            numbers = numbers[:-1]
+        return in_reverse(state, numbers, kept.again, kept.of) if len(numbers) else state
 
     def advance(self, group: int, number: Any, first_step: Any, in_place: list[Any]) -> KeptOfChunk:
         """The carries that the steps of one chunk start from, and what it keeps besides: stacks of the chunk's size.
