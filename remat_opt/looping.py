@@ -97,13 +97,13 @@ class SearchedSteps:
         bridge, problem = self._read(step)
         plain = StepCost(problem.plain.peak, 0.0, 0.0)
         if not self._can_be_scheduled(step.program, bridge):
-            return StepCosts((plain,))
+            return StepCosts((plain,), bridge.graph.flops)
         found = [
             StepCost(one.peak, one.schedule.extra_flops(bridge.graph), one.extra_seconds)
             for one in search_of(problem).frontier
             if one.peak < plain.peak
         ]
-        return StepCosts((*found, plain))
+        return StepCosts((*found, plain), bridge.graph.flops)
 
     def written(self, step: JointStep, most_bytes: int) -> Emit | None:
         bridge, problem = self._read(step)
@@ -111,7 +111,7 @@ class SearchedSteps:
             return None
         solution = SOLVERS["auto"](problem, most_bytes)
         names = name_values(step.program, solution.choice.saved)
-        return lambda operands: write(bridge, solution.schedule, names, operands)
+        return lambda operands: write(bridge, solution.schedule, names, operands, is_step_of_loop=True)
 
     def _read(self, step: JointStep) -> tuple[Bridge, Problem]:
         bridge = build(step.program, self.rates, step.overwritten, platform=self.platform)

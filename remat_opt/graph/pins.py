@@ -22,6 +22,7 @@ from remat_opt.graph.schedule import Schedule
 # Parts of the peak: what a kernel reads must be worth a barrier, and without the order the peak must be in reach.
 WORTH_A_PIN = 0.02
 NEAR_THE_PEAK = 0.85
+LARGE = 0.1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,15 +33,19 @@ class Pin:
     results: tuple[int, ...]
 
 
-def pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], Pin]:
+def pins(
+    graph: Graph, schedule: Schedule, liveness: Liveness, *, from_the_start: bool = False
+) -> dict[tuple[int, int], Pin]:
     """Find the pins of a schedule.
 
-    Only the runs from the first recomputed one on are looked at: before it nothing is freed that could be late.
+    Of a training step only the runs from the first recomputed one on are looked at: before it nothing is freed that
+    could be late.
 
     Args:
         graph: the step, fused.
         schedule: the order to keep.
         liveness: what `simulate` says of the schedule.
+        from_the_start: look at all runs, as of one step of a loop, which has its backward part in all of them.
 
     Returns:
         Pins by the run's index in the schedule and the op.
@@ -51,12 +56,12 @@ def pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple[int
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
-    position, recomputing = 0, False
+    position, recomputing = 0, from_the_start
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own
         if recomputing:
-            pinned = _PinsOfRun(graph, liveness, born, dying, position).find(run.ops)
+            pinned = _PinsOfRun(graph, liveness, born, dying, position, from_the_start).find(run.ops)
             found.update(((index, op), pin) for op, pin in pinned.items())
         position += len(run.ops)
     return found
@@ -70,12 +75,14 @@ class _PinsOfRun:
         born: dict[tuple[int, int], Buffer],
         dying: dict[int, set[int]],
         start: int,
+        is_step_of_loop: bool,
     ):
         self.graph = graph
         self.liveness = liveness
         self.born = born
         self.dying = dying
         self.start = start
+        self.is_step_of_loop = is_step_of_loop
         self.outputs = frozenset(graph.outputs)
         self.made_by: dict[int, int] = {}  # value → index in this run
         self.before: list[int] = []  # for each kernel those that run before it whatever the compiler does, as bits
@@ -103,10 +110,15 @@ class _PinsOfRun:
             self.before.append(known)
             self.frees.append(self.freed_by(op, self.start + index))
             self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
-            if self.graph.ops[op].kind is Kind.REDUCTION:
+            if self.graph.ops[op].kind is Kind.REDUCTION or self.is_step_of_loop and self.makes_large(op):
                 for value in self.graph.ops[op].inputs:
                     self.reductions_of[value] = self.reductions_of.get(value, 0) | 1 << index
         return found
+
+    def makes_large(self, op: int) -> bool:
+        """Whether a kernel of elementwise work makes a large buffer: a derivative of it may need the same values."""
+        made = sum(self.graph.sizes[value] for value in self.graph.ops[op].outputs)
+        return self.graph.ops[op].kind is Kind.ELEMENTWISE and made >= LARGE * self.liveness.peak
 
     def reduced_before(self, op: int, index: int) -> dict[int, int]:
         """Large buffers that the kernel reads and that a reduction before it reads, too; for each a value that shows

@@ -71,6 +71,10 @@ class RepeatedStep:
     advance: Work
     costs: StepCosts
 
+    def schedule(self, choice: LoopChoice, is_alone: bool) -> StepCost:
+        """Of a step for a choice; of one whose residuals its chunk kept, if it is not alone."""
+        return self.costs.within(choice.step_bytes) if is_alone else self.costs.sparing(choice.step_bytes)
+
 
 class PairCosts:
     """What a pair costs, however it is written.
@@ -139,16 +143,16 @@ class PairCosts:
         alone = self.steps(choice.saved, None if choice.chunk is None else frozenset())
         of_group = [self.steps(choice.saved, chunks.in_chunk) for chunks in groups]
         repeats = Recomputations(alone.repeats, tuple(group.repeats for group in of_group))
-        peaks = {one.repeats: one.costs.within(choice.step_bytes).peak for one in (alone, *of_group)}
+        peaks = {one.repeats: one.schedule(choice, one is alone).peak for one in (alone, *of_group)}
         kept, transient = memory_of(self.pair, choice, repeats, peaks.__getitem__)
         runs = self._forward_again(choice, repeats)
         if choice.chunk is None:
-            runs += _steps_again(self.pair.length, alone, choice)
+            runs += _steps_again(self.pair.length, alone, choice, True)
         else:
             last = Chunks(1, choice.last_chunk(self.pair.length), choice.in_chunk)
             for chunks, group in zip((*groups, last), (*of_group, of_group[-1]), strict=True):
-                runs += _steps_again(chunks.number, alone, choice)
-                runs += _steps_again(chunks.number * (chunks.steps - 1), group, choice)
+                runs += _steps_again(chunks.number, alone, choice, True)
+                runs += _steps_again(chunks.number * (chunks.steps - 1), group, choice, group is alone)
                 if chunks is not last:
                     runs.append((chunks.number * (chunks.steps - 1), group.advance))
         return Option(
@@ -200,6 +204,6 @@ class PairCosts:
         return sum(bytes_of(self.pair.forward.body.avals[value]) for value in values)
 
 
-def _steps_again(times: int, step: RepeatedStep, choice: LoopChoice) -> list[tuple[int, Work]]:
-    schedule = step.costs.within(choice.step_bytes)
+def _steps_again(times: int, step: RepeatedStep, choice: LoopChoice, is_alone: bool) -> list[tuple[int, Work]]:
+    schedule = step.schedule(choice, is_alone)
     return [(times, step.again), (times, Work(schedule.extra_flops, schedule.extra_seconds))]

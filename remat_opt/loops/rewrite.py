@@ -126,7 +126,9 @@ class Splicing:
         """Keep what a reverse loop with scheduled steps needs, which cannot be read off what was written."""
 
         def peak_of_step(again: Recomputation) -> int:
-            return steps.costs(joint_step(pair, again, self.program)).within(choice.step_bytes).peak
+            costs = steps.costs(joint_step(pair, again, self.program))
+            cost = costs.within if again is writer.repeats.alone else costs.sparing
+            return cost(choice.step_bytes).peak
 
         _, needed = memory_of(pair, choice, writer.repeats, peak_of_step)
         regions = [one for one in self.instead[pair.backward_index] if compat.jaxprs_in(one.params)]

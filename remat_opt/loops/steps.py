@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from remat_opt.loops.recomputation import JointStep
 
+ABOUT_NOTHING = 0.005  # of a step's FLOPs
+
 Emit = Callable[[Sequence[Any]], "list[Any]"]
 """Evaluates a body on its inputs, values or tracers."""
 
@@ -33,9 +35,11 @@ class StepCosts:
 
     Attributes:
         schedules: from least memory to least time; the last one is the step in its own order.
+        flops: of the step in its own order.
     """
 
     schedules: tuple[StepCost, ...]
+    flops: float = 0.0
 
     @property
     def in_order(self) -> StepCost:
@@ -47,6 +51,14 @@ class StepCosts:
         if most_bytes is None:
             return self.in_order
         return next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
+
+    def sparing(self, most_bytes: int | None) -> StepCost:
+        """The least memory for about the FLOPs of `within`: for a step that reads more of its operands from stacks than
+        its costs know, as slices that a compiler stores."""
+        if most_bytes is None:
+            return self.in_order
+        most = self.within(most_bytes).extra_flops + ABOUT_NOTHING * self.flops
+        return next(one for one in self.schedules if one.extra_flops <= most)
 
 
 class StepSearch(Protocol):

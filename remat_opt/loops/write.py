@@ -233,7 +233,9 @@ class PairWriter:
         if self.choice.step_bytes is None or self.steps is None:
             return None
         step = joint_step(self.pair, again, self.program)
-        emit = self.steps.written(step, self.choice.step_bytes)
+        costs = self.steps.costs(step)
+        cost = costs.within(self.choice.step_bytes) if again is self.repeats.alone else costs.sparing(self.choice.step_bytes)
+        emit = self.steps.written(step, cost.peak)
         return StepBody(step, emit) if emit else None
 
 

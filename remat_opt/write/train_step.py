@@ -30,7 +30,14 @@ _FREE_LAYOUTS = frozenset({"cuda", "rocm"})
 _REORDERING = frozenset({"cuda", "rocm"})
 
 
-def write(bridge: Bridge, schedule: Schedule, saved_names: dict[int, str], arguments: Sequence[Any]) -> list[Any]:
+def write(
+    bridge: Bridge,
+    schedule: Schedule,
+    saved_names: dict[int, str],
+    arguments: Sequence[Any],
+    *,
+    is_step_of_loop: bool = False,
+) -> list[Any]:
     """Evaluate the schedule on arguments or tracers.
 
     Args:
@@ -38,18 +45,20 @@ def write(bridge: Bridge, schedule: Schedule, saved_names: dict[int, str], argum
         schedule: what runs when.
         saved_names: for each saved value the `checkpoint_name` it carries.
         arguments: one value for each input of the program.
+        is_step_of_loop: the program is one step of a reverse loop, whose order matters from its beginning.
 
     Returns:
         One value for each output of the program.
     """
-    return _Writer(bridge, saved_names).run(schedule, arguments)
+    return _Writer(bridge, saved_names, is_step_of_loop).run(schedule, arguments)
 
 
 class _Writer:
-    def __init__(self, bridge: Bridge, saved_names: dict[int, str]):
+    def __init__(self, bridge: Bridge, saved_names: dict[int, str], is_step_of_loop: bool):
         self.bridge = bridge
         self.program = bridge.program
         self.saved_names = saved_names
+        self.is_step_of_loop = is_step_of_loop
         self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
         self.environment: dict[int, Any] = {}
         self.pins: dict[tuple[int, int], Pin] = {}
@@ -71,7 +80,8 @@ class _Writer:
         self.environment.update(self.program.constants)
         self.guards = guards(self.bridge.graph, schedule)
         if self.bridge.platform in _REORDERING:
-            self.pins = pins(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
+            liveness = simulate(self.bridge.graph, schedule)
+            self.pins = pins(self.bridge.graph, schedule, liveness, from_the_start=self.is_step_of_loop)
         for index, stage in enumerate(timeline(self.bridge.graph, schedule)):
             self.run_index = index
             if stage.crossing is None:
