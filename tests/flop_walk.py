@@ -11,6 +11,17 @@ from typing import Any
 import jax
 from jax.extend.core import primitives
 
+# They move numbers, or do nothing. A slice that is written into a stack counts for nothing, and not for the whole stack.
+MOVES = (
+    primitives.broadcast_in_dim_p,
+    primitives.dynamic_slice_p,
+    primitives.dynamic_update_slice_p,
+    jax.lax.optimization_barrier_p,
+    primitives.reshape_p,
+    primitives.slice_p,
+    primitives.transpose_p,
+)
+
 
 def flops_of(jaxpr: Any) -> float:
     """FLOPs when a jaxpr (closed or not) runs once."""
@@ -29,8 +40,7 @@ def _flops_of_equation(equation: Any) -> float:
         return 2.0 * results[0] * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
     if equation.primitive is primitives.conv_general_dilated_p:
         return _flops_of_convolution(equation)
-    moves = (primitives.broadcast_in_dim_p, primitives.reshape_p, primitives.transpose_p, primitives.slice_p)
-    return 0.0 if equation.primitive in moves else float(max(results, default=0))
+    return 0.0 if equation.primitive in MOVES else float(max(results, default=0))
 
 
 def _flops_of_convolution(equation: Any) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.choice import Chunks, LoopChoice
@@ -22,7 +22,9 @@ FEW_STEPS = (2, 3, 4, 5)  # of chunks that keep residuals
 LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
 FEWEST_STEPS = 6  # of loops that are worth several kinds of chunks
 MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
-MOST_ROUNDS = 8  # in which choices like the best ones are tried
+MOST_ROUNDS = 12  # in which choices like the best ones are tried
+MOST_IN_A_ROUND = 60
+FEW_MORE = 0.01  # FLOPs as a part of the pair's
 APART = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
 
 
@@ -123,17 +125,24 @@ class _Options:
                 for earlier in tried:
                     choice = dataclasses.replace(main, earlier=earlier)
                     found[choice] = self.costs.option(choice)
-        best = thinned(found.values())
         seen: set[LoopChoice] = set()
         for _ in range(MOST_ROUNDS):
-            for choice in {option.choice for option in best} - seen:
-                assert choice is not None
+            for choice in self.almost_best(found.values(), seen):
                 seen.add(choice)
                 for like in self.like(choice):
                     if like not in found:
                         found[like] = self.costs.option(like)
-            best = thinned(found.values())
-        return best
+        return thinned(found.values())
+
+    def almost_best(self, options: Iterable[Option], seen: Collection[LoopChoice]) -> list[LoopChoice]:
+        """Those that take few more FLOPs than any smaller one: better ones may differ from them in one thing."""
+        found, fewest = [], math.inf
+        for option in sorted(options, key=lambda option: (option.bytes, option.extra_flops)):
+            fewest = min(fewest, option.extra_flops)
+            more = (option.extra_flops - fewest) / self.costs.as_given.flops
+            if more <= FEW_MORE and option.choice is not None and option.choice not in seen:
+                found.append((more, option.choice))
+        return [choice for _, choice in sorted(found, key=lambda one: one[0])[:MOST_IN_A_ROUND]]
 
     def some(self, kind: Chunks, share: float) -> Chunks:
         """As many chunks as a share of the steps fills, at least one."""
