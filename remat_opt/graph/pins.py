@@ -13,7 +13,7 @@ that waits for the reduction, the buffers are others to the compiler, and the va
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Buffer, Liveness
@@ -34,7 +34,7 @@ class Pin:
 
 
 def pins(
-    graph: Graph, schedule: Schedule, liveness: Liveness, *, from_the_start: bool = False
+    graph: Graph, schedule: Schedule, liveness: Liveness, slices: Collection[int] | None = None
 ) -> dict[tuple[int, int], Pin]:
     """Find the pins of a schedule.
 
@@ -45,7 +45,8 @@ def pins(
         graph: the step, fused.
         schedule: the order to keep.
         liveness: what `simulate` says of the schedule.
-        from_the_start: look at all runs, as of one step of a loop, which has its backward part in all of them.
+        slices: of one step of a reverse loop, those of its inputs that can be read again from stacks. All runs of such
+            a step are looked at: its backward part is in all of them.
 
     Returns:
         Pins by the run's index in the schedule and the op.
@@ -56,12 +57,12 @@ def pins(
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
-    position, recomputing = 0, from_the_start
+    position, recomputing = 0, slices is not None
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own
         if recomputing:
-            pinned = _PinsOfRun(graph, liveness, born, dying, position, from_the_start).find(run.ops)
+            pinned = _PinsOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
             found.update(((index, op), pin) for op, pin in pinned.items())
         position += len(run.ops)
     return found
@@ -75,14 +76,15 @@ class _PinsOfRun:
         born: dict[tuple[int, int], Buffer],
         dying: dict[int, set[int]],
         start: int,
-        is_step_of_loop: bool,
+        slices: Collection[int] | None,
     ):
         self.graph = graph
         self.liveness = liveness
         self.born = born
         self.dying = dying
         self.start = start
-        self.is_step_of_loop = is_step_of_loop
+        self.is_step_of_loop = slices is not None
+        self.slices = frozenset(slices or ())
         self.outputs = frozenset(graph.outputs)
         self.made_by: dict[int, int] = {}  # value → index in this run
         self.before: list[int] = []  # for each kernel those that run before it whatever the compiler does, as bits
@@ -124,7 +126,8 @@ class _PinsOfRun:
         """Large buffers that the kernel reads and that a reduction before it reads, too; for each a value that shows
         that this reduction is done."""
         graph, peak = self.graph, self.liveness.peak
-        large = [v for v in graph.ops[op].inputs if graph.producer[v] >= 0 and graph.sizes[v] >= WORTH_A_PIN * peak]
+        read = (v for v in graph.ops[op].inputs if graph.producer[v] >= 0 or v in self.slices)
+        large = [v for v in read if graph.sizes[v] >= WORTH_A_PIN * peak]
         if int(self.liveness.live[self.start + index]) + sum(graph.sizes[v] for v in large) <= NEAR_THE_PEAK * peak:
             return {}
         found: dict[int, int] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ from remat_opt.loops.recomputation import JointStep, Recomputation
 from remat_opt.loops.steps import Emit
 from remat_opt.loops.update import update_slices
 from remat_opt.program import compat
+from remat_opt.program.slices import Slice, at_once
 
 if TYPE_CHECKING:
     from remat_opt.loops.write import PairWriter
@@ -103,17 +105,31 @@ class ReverseLoop:
 
         def step(state, x):
             index, carries, slices = x
-            return self.step(state, index, self.repeats.alone, carries, slices)
+            return self.step(state, index, self.repeats.alone, carries, slices or self.slices(index))
 
         (last, in_place), stacked = lax.scan(
             step,
             self.first_state,
-            (numbers, list(self.carries), self.stacks),
+            (numbers, list(self.carries), None if self.is_scheduled else self.stacks),
             length=backward.length,
             reverse=backward.reverse,
             unroll=unroll_for(backward.unroll, backward.length),
         )
         return last, stacked, in_place
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether steps have a schedule of their own, in which slices may be read more than once."""
+        return self.writer.choice.step_bytes is not None
+
+    def slices(self, index: Any) -> list[dict[int, Any]]:
+        """This step's slice of each of `stacks`."""
+        return [{v: self.slice_of(stack, index) for v, stack in stacks.items()} for stacks in self.stacks]
+
+    def slice_of(self, stack: Any, index: Any, read: Callable[[Any, Any], Any] | None = None) -> Any:
+        """A step's slice of a stack."""
+        found = Slice(functools.partial(read or _slice, stack), index)
+        return found if self.is_scheduled else found.now()
 
     def in_two_levels(self) -> tuple[list[Any], list[Any], list[Any]]:
         writer = self.writer
@@ -156,9 +172,13 @@ class ReverseLoop:
 
         return KeptOfChunk(
             again,
-            lambda step: [*carries_at(step, again.carries), *(_slice_as_it_is(stack, step) for stack in self.residuals)],
+            lambda step: [*carries_at(step, again.carries), *self.residuals_at(self.residuals, step)],
             lambda step: carries_at(step, alone.carries),
         )
+
+    def residuals_at(self, stacks: Sequence[Any], step: Any) -> list[Any]:
+        """What a chunk keeps of one of its steps, beside its carry."""
+        return [self.slice_of(stack, step, _slice_as_it_is) for stack in stacks]
 
     def index_of(self, step: Any) -> Any:
         """Where in the stacks a step of the loop is."""
@@ -176,8 +196,7 @@ class ReverseLoop:
 
         def step(state, number, again, held):
             index = self.index_of(first_step + number)
-            slices = [{v: _slice(stack, index) for v, stack in stacks.items()} for stacks in self.stacks]
-            (last, in_place), made = self.step(state[:2], index, again, held, slices)
+            (last, in_place), made = self.step(state[:2], index, again, held, self.slices(index))
             stacked = [lax.dynamic_update_index_in_dim(s, m, index, 0) for s, m in zip(state[2], made, strict=True)]
             return last, in_place, stacked
 
@@ -241,8 +260,11 @@ class ReverseLoop:
         if again.in_chunk:
             numbers = jnp.arange(chunk - 1, dtype=jnp.int32)
             last, held = lax.scan(step_with_residuals, first, numbers, unroll=unroll)
+            count = len(again.carries)
             return KeptOfChunk(
-                again, lambda at: [_slice_as_it_is(stack, at) for stack in held], lambda _: among(last, alone.carries)
+                again,
+                lambda at: [*(_slice(stack, at) for stack in held[:count]), *self.residuals_at(held[count:], at)],
+                lambda _: among(last, alone.carries),
             )
         held = hold([room_for(carry, chunk) for carry in among(first, again.carries)], first, 0)
         if chunk > 1:
@@ -273,9 +295,11 @@ class ReverseLoop:
         of_forward, of_backward, of_update = slices
         carries, residuals = held[: len(kept.carries)], held[len(kept.carries) :]
         carries, cotangents = self.together(carries, cotangents)
-        given_now = {given: _slice(s, index) for given, s in zip(self.in_place.values(), in_place, strict=True)}
-        if self.writer.slices_apart:
-            given_now = {given: lax.optimization_barrier(now) for given, now in given_now.items()}
+        slice_now = _slice_apart if self.writer.slices_apart else _slice
+        given_now = {
+            given: self.slice_of(stack, index, slice_now)
+            for given, stack in zip(self.in_place.values(), in_place, strict=True)
+        }
         again = self.forward_environment(dict(zip(kept.carries, carries, strict=True)))
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
         again |= dict(zip(kept.in_chunk, residuals, strict=True))
@@ -292,7 +316,8 @@ class ReverseLoop:
                 # Read again for the update: the slices that the recomputation reads need not live until then.
                 index_then, next_carry = lax.optimization_barrier((index, next_carry))
                 given_now = {g: _slice(s, index_then) for g, s in zip(self.in_place.values(), in_place, strict=True)}
-            by_value |= given_now | of_update | {v: self.operands[v] for v in update.others}
+            by_value |= {v: at_once(x) for v, x in (given_now | of_update).items()}
+            by_value |= {v: self.operands[v] for v in update.others}
             update_slices(self.writer.program, update, by_value)
         in_place = [
             lax.dynamic_update_index_in_dim(stack, by_value[value], index, 0)
@@ -321,6 +346,8 @@ class ReverseLoop:
             inputs = scheduled.step.program.inputs
             made = scheduled.emit([again[v] if v < shift else environment[v - shift] for v in inputs])
             return made[: backward.num_carry], made[backward.num_carry :]
+        for values in (again, environment):
+            values |= {value: at_once(x) for value, x in values.items()}
         evaluate(forward.body, kept.again.equations, again, again=True)
         for at, y in self.pair.consumed.items():
             environment[backward.body_xs[at]] = read(forward.body_ys[y], again)
@@ -343,6 +370,10 @@ class ReverseLoop:
 
 def _slice(stack: Any, index: jax.Array) -> Any:
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
+
+
+def _slice_apart(stack: Any, index: Any) -> Any:
+    return lax.optimization_barrier(_slice(stack, index))
 
 
 def _slice_as_it_is(stack: Any, index: Any) -> Any:

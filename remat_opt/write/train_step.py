@@ -22,6 +22,7 @@ from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, scope_of
 from remat_opt.program.pooling import scatter_free, without_scatter
+from remat_opt.program.slices import Slice, at_once
 
 # Compilers that give the gradient of a weight the layout that its convolution likes, and with it the updated weight,
 # from its update to the end of the step: a copy of all weights beside the donated ones.
@@ -44,7 +45,7 @@ def write(
         bridge: the graph and its equations.
         schedule: what runs when.
         saved_names: for each saved value the `checkpoint_name` it carries.
-        arguments: one value for each input of the program.
+        arguments: one value for each input of the program, or a slice that can be read again.
         is_step_of_loop: the program is one step of a reverse loop, whose order matters from its beginning.
 
     Returns:
@@ -59,6 +60,7 @@ class _Writer:
         self.program = bridge.program
         self.saved_names = saved_names
         self.is_step_of_loop = is_step_of_loop
+        self.slices: dict[int, Slice] = {}
         self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
         self.environment: dict[int, Any] = {}
         self.pins: dict[tuple[int, int], Pin] = {}
@@ -76,12 +78,15 @@ class _Writer:
         return frozenset(value for op in readers for value in op.inputs).intersection(self.program.inputs)
 
     def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
-        self.environment.update(zip(self.program.inputs, arguments, strict=True))
+        given = dict(zip(self.program.inputs, arguments, strict=True))
+        self.slices = {value: argument for value, argument in given.items() if isinstance(argument, Slice)}
+        self.environment.update((value, at_once(argument)) for value, argument in given.items())
         self.environment.update(self.program.constants)
         self.guards = guards(self.bridge.graph, schedule)
         if self.bridge.platform in _REORDERING:
             liveness = simulate(self.bridge.graph, schedule)
-            self.pins = pins(self.bridge.graph, schedule, liveness, from_the_start=self.is_step_of_loop)
+            slices = self.slices.keys() if self.is_step_of_loop else None
+            self.pins = pins(self.bridge.graph, schedule, liveness, slices)
         for index, stage in enumerate(timeline(self.bridge.graph, schedule)):
             self.run_index = index
             if stage.crossing is None:
@@ -113,9 +118,16 @@ class _Writer:
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
     def wait(self, pin: Pin, environment: dict[int, Any]) -> None:
-        together = (*pin.operands, *pin.results)
+        for value in self.slices.keys() & pin.operands:
+            self.read_again(value, pin.results, environment)
+        together = (*(value for value in pin.operands if value not in self.slices), *pin.results)
         behind = lax.optimization_barrier([environment[value] for value in together])
         environment.update(zip(together, behind, strict=True))
+
+    def read_again(self, value: int, after: Sequence[int], environment: dict[int, Any]) -> None:
+        """Read a slice from its stack when some values have been computed."""
+        environment[value], values = self.slices[value].after([environment[one] for one in after])
+        environment.update(zip(after, values, strict=True))
 
     def bind(
         self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any], *, again: bool = False
@@ -158,6 +170,11 @@ class _Writer:
 
     def recompute(self, ops: Sequence[int], crossing: Crossing) -> None:
         past = self.past_the_barrier(ops, crossing)
+        if self.slices and crossing.waits:
+            again = self.slices.keys() & crossing.covered
+            for value in sorted(again):
+                self.read_again(value, crossing.waits[:1], self.environment)
+            past |= again
         covered = [value for value in crossing.covered if value not in past or value in crossing.reads]
         results = (*crossing.makes, *(value for value in crossing.passed_on if value not in past))
 
