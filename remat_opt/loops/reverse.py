@@ -104,13 +104,14 @@ class ReverseLoop:
         numbers = jnp.arange(backward.length, dtype=jnp.int32)
 
         def step(state, x):
-            index, carries, slices = x
-            return self.step(state, index, self.repeats.alone, carries, slices or self.slices(index))
+            index, given = x
+            carries, slices = given or ([self.slice_of(stack, index) for stack in self.carries], self.slices(index))
+            return self.step(state, index, self.repeats.alone, carries, slices)
 
         (last, in_place), stacked = lax.scan(
             step,
             self.first_state,
-            (numbers, list(self.carries), None if self.is_scheduled else self.stacks),
+            (numbers, None if self.is_scheduled else (list(self.carries), self.stacks)),
             length=backward.length,
             reverse=backward.reverse,
             unroll=unroll_for(backward.unroll, backward.length),
@@ -168,7 +169,7 @@ class ReverseLoop:
         again = self.repeats.last_chunk if self.residuals else alone
 
         def carries_at(step: Any, positions: Sequence[int]) -> list[Any]:
-            return [_slice(self.recent[alone.carries.index(at)], step) for at in positions]
+            return [self.slice_of(self.recent[alone.carries.index(at)], step) for at in positions]
 
         return KeptOfChunk(
             again,
@@ -263,14 +264,17 @@ class ReverseLoop:
             count = len(again.carries)
             return KeptOfChunk(
                 again,
-                lambda at: [*(_slice(stack, at) for stack in held[:count]), *self.residuals_at(held[count:], at)],
+                lambda at: [
+                    *(self.slice_of(stack, at) for stack in held[:count]),
+                    *self.residuals_at(held[count:], at),
+                ],
                 lambda _: among(last, alone.carries),
             )
         held = hold([room_for(carry, chunk) for carry in among(first, again.carries)], first, 0)
         if chunk > 1:
             numbers = jnp.arange(1, chunk, dtype=jnp.int32)
             (_, held), _ = lax.scan(step, (first, held), numbers, unroll=unroll)
-        return KeptOfChunk(alone, lambda at: [_slice(stack, at) for stack in held])
+        return KeptOfChunk(alone, lambda at: [self.slice_of(stack, at) for stack in held])
 
     def forward_environment(self, carry: dict[int, Any]) -> dict[int, Any]:
         """Constants and some carries of the forward body."""
@@ -361,11 +365,17 @@ class ReverseLoop:
         A loop of one step is inlined by compilers, which would then take what it recomputes from the forward pass.
         Weights and sums of their gradients stay out: a barrier materialises what it covers.
         """
-        shapes = {(value.shape, value.dtype) for value in carries}
+        shapes = {(aval.shape, aval.dtype) for aval in map(jax.typeof, map(at_once, carries))}
         behind = [at for at, value in enumerate(cotangents) if (value.shape, value.dtype) in shapes]
-        values = lax.optimization_barrier([*carries, *(cotangents[at] for at in behind)])
+        # Of a slice that can be read again its index goes through the barrier, and the slice need not be there.
+        given = [carry.index if isinstance(carry, Slice) else carry for carry in carries]
+        values = lax.optimization_barrier([*given, *(cotangents[at] for at in behind)])
         tied = dict(zip(behind, values[len(carries) :], strict=True))
-        return values[: len(carries)], [tied.get(at, value) for at, value in enumerate(cotangents)]
+        carries = [
+            dataclasses.replace(carry, index=value) if isinstance(carry, Slice) else value
+            for carry, value in zip(carries, values, strict=False)
+        ]
+        return carries, [tied.get(at, value) for at, value in enumerate(cotangents)]
 
 
 def _slice(stack: Any, index: jax.Array) -> Any:
