@@ -19,6 +19,8 @@ from remat_opt.compilers.equations import (
     multiplies_only,
 )
 from remat_opt.compilers.gpu import GPUS, partial_products
+from remat_opt.compilers.gpu_fusion import Work
+from remat_opt.compilers.gpu_work import work_of
 from remat_opt.graph.build import (
     CONTRACTION,
     REDUCTION,
@@ -60,6 +62,7 @@ class Reader:
                 self.readers.setdefault(value, []).append(equation)
         self.copies: dict[tuple, int] = {}  # values that are made once for all readers
         self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
+        self.work: dict[int, Work] = {}  # by result, on a GPU
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
@@ -74,6 +77,8 @@ class Reader:
                 self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
             else:
                 ops = self.ops_of(equation)
+                if self.platform in GPUS and equation.outputs:
+                    self.work[equation.outputs[0]] = self.with_buffers(work_of(equation, program))
                 self.ops += ops
                 self.equations += [equation] * len(ops)
         self.fold_transposes()
@@ -93,6 +98,9 @@ class Reader:
             ),
             constants=frozenset(self.constants),
         )
+
+    def with_buffers(self, work: Work) -> Work:
+        return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
 
     def buffer(self, value: int) -> int:
         return self.same[value][0] if value in self.same else value
