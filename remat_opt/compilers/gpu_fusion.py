@@ -29,6 +29,7 @@ MOST_BUFFERS = 96  # operands and results of a kernel
 # product and a sum in one), bytes a second that one block can move, bytes of the second-level cache and its speed-up.
 CORES, _CYCLES, _BLOCK_BANDWIDTH, _CACHE, _CACHED = 132, 132 * 128 * 2 * 1.98e9, 32 * 1.98e9, 50 * 2**20, 2.5
 _START, _HIDDEN = 1e-6, 0.95
+_KERNELS = (Kind.ELEMENTWISE, Kind.REDUCTION)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,7 +55,8 @@ def fuse_by_cost(graph: Graph, work: Mapping[int, Work], bandwidth: float) -> Fu
         work: by the value that is made; of others it is that of a copy.
         bandwidth: bytes per second.
     """
-    return merge(graph, _Kernels(graph, work, bandwidth).stored())
+    kernels = _Kernels(graph, work, bandwidth)
+    return merge(graph, kernels.stored(), frozenset(kernels.copied))
 
 
 class _Kernels:
@@ -65,6 +67,8 @@ class _Kernels:
         self.bandwidth = bandwidth
         self.sizes: Sequence[int] = graph.sizes
         self.is_stored = stored_by_kind(graph)
+        self.returned = {*graph.inputs, *graph.outputs}
+        self.viewed: set[int] = set()
         self.reads: list[dict[int, float]] = []
         self.cycles: list[float] = []
         self.blocks: list[float] = []
@@ -78,23 +82,43 @@ class _Kernels:
             self.blocks.append(max(own.blocks, 1.0))
             self.written.append(made)
         self.users: list[set[int]] = [set(users) for users in graph.users]
+        self.copied: set[int] = set()  # buffers that only products read: kernels compute them again
         self.gains: dict[int, dict[int, float]] = {}  # by op and reader: seconds saved in that reader
         self.total: dict[int, float] = {}
         self.queue: list[tuple[float, int]] = []
 
     def stored(self) -> list[bool]:
         """For each value whether it is a buffer."""
+        self.viewed = {op for op in range(len(self.graph.ops)) if self.is_viewed(op)}
         for op in range(len(self.graph.ops)):
             if self.may_fuse(op):
-                self.gains[op] = {user: self.gain(op, user) for user in self.users[self.made(op)]}
+                self.gains[op] = {user: self.gain(op, user) for user in self.readers(op)}
                 self.weigh(op)
         while self.queue:
             lost, negative = heapq.heappop(self.queue)
             if self.total.get(-negative) == -lost:
                 self.fuse(-negative)
-        for op in self.gains:
+        for op in self.gains.keys() - self.viewed:
             self.is_stored[self.made(op)] = True
         return self.is_stored
+
+    def is_viewed(self, index: int) -> bool:
+        """Whether products read a value, all in other shapes, and kernels, too: these may still compute it again."""
+        op = self.graph.ops[index]
+        if op.kind is not Kind.ELEMENTWISE or len(op.outputs) != 1 or not op.repeatable:
+            return False
+        readers = [self.graph.ops[user] for user in self.users[op.outputs[0]]]
+        others = [reader for reader in readers if reader.kind not in _KERNELS]
+        return (
+            0 < len(others) < len(readers)
+            and op.outputs[0] not in self.returned
+            and all(reader.of_views for reader in others)
+        )
+
+    def readers(self, op: int) -> set[int]:
+        """The kernels that read an op's value."""
+        users = self.users[self.made(op)]
+        return {user for user in users if self.graph.ops[user].kind in _KERNELS} if op in self.viewed else users
 
     def made(self, op: int) -> int:
         return self.graph.ops[op].outputs[0]
@@ -105,7 +129,7 @@ class _Kernels:
             for value in op.outputs:
                 self.is_stored[value] = True
             return False
-        return not self.is_stored[op.outputs[0]] and bool(self.users[op.outputs[0]])
+        return index in self.viewed or not self.is_stored[op.outputs[0]] and bool(self.users[op.outputs[0]])
 
     def seconds(self, cycles: float, reads: Mapping[int, float], blocks: float, written: int) -> float:
         """Of a kernel, without its start."""
@@ -144,6 +168,9 @@ class _Kernels:
     def weigh(self, op: int) -> None:
         """Queue an op by what is saved."""
         total = _START + self.alone(op) + sum(self.gains[op].values())
+        if op in self.viewed:
+            again = self.seconds(self.cycles[op], self.reads[op], self.blocks[op], 0)
+            total -= again * (len(self.users[self.made(op)]) - len(self.gains[op]))
         self.total[op] = total
         if total >= 0:
             heapq.heappush(self.queue, (-total, -op))
@@ -152,24 +179,29 @@ class _Kernels:
         """Compute an op's value in all kernels that read it."""
         value = self.made(op)
         changed = set()
-        for user in self.users[value]:
+        readers = self.readers(op)
+        for user in readers:
             self.cycles[user] += self.reads[user][value] * self.cycles[op]
             self.reads[user] = self.together(op, user)
         for operand in self.reads[op]:
-            self.users[operand].discard(op)
-            self.users[operand] |= self.users[value]
+            if op not in self.viewed:
+                self.users[operand].discard(op)
+            self.users[operand] |= readers
             maker = self.graph.producer[operand]
-            if maker in self.gains:
+            if maker in self.gains and op not in self.viewed:
                 self.gains[maker].pop(op, None)
                 changed.add(maker)
-        for user in self.users[value]:
+        if op in self.viewed:
+            self.copied.add(value)
+            self.users[value] = self.users[value] - readers
+        for user in readers:
             for operand in self.reads[user]:
                 maker = self.graph.producer[operand]
                 if maker in self.gains and maker != op:
                     self.gains[maker][user] = self.gain(maker, user)
                     changed.add(maker)
             if user in self.gains:
-                self.gains[user] = {reader: self.gain(user, reader) for reader in self.users[self.made(user)]}
+                self.gains[user] = {reader: self.gain(user, reader) for reader in self.readers(user)}
                 changed.add(user)
         del self.gains[op], self.total[op]
         for one in sorted(changed):

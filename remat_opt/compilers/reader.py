@@ -18,7 +18,7 @@ from remat_opt.compilers.equations import (
     is_matrix_transpose,
     multiplies_only,
 )
-from remat_opt.compilers.gpu import GPUS, partial_products
+from remat_opt.compilers.gpu import GPUS, MOST_FUSED_PARTS, partial_products
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_work import work_of
 from remat_opt.graph.build import (
@@ -76,9 +76,9 @@ class Reader:
                 (given,) = (x for x in equation.inputs if isinstance(x, int))
                 self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
             else:
-                ops = self.ops_of(equation)
                 if self.platform in GPUS and equation.outputs:
                     self.work[equation.outputs[0]] = self.with_buffers(work_of(equation, program))
+                ops = self.ops_of(equation)
                 self.ops += ops
                 self.equations += [equation] * len(ops)
         self.fold_transposes()
@@ -148,13 +148,26 @@ class Reader:
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
         if equation.primitive is P.dot_general_p and platform in GPUS:
             operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
-            space = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
-            return [dataclasses.replace(op, workspace=space)]
+            partial = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
+            is_plain = all(len(aval.shape) == 2 for aval in operands)
+            return self.in_parts(dataclasses.replace(op, of_views=bool(partial) or not is_plain), partial)
         if equation.primitive in WINDOWED and platform in GPUS and not self.is_rectified(equation.inputs[0]):
             op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def in_parts(self, op: Op, partial: int) -> Sequence[Op]:
+        """A product of which parts are summed up in a kernel of their own; a sum of few is fused like other work."""
+        if not partial:
+            return [op]
+        (result,) = op.outputs
+        elements = self.program.avals[result].size
+        parts = partial / (4 * elements)
+        kind = Kind.ELEMENTWISE if parts < MOST_FUSED_PARTS else Kind.REDUCTION
+        made = self.new(partial)
+        self.work[result] = Work(7.0 * parts * elements, elements / 512)
+        return [dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
 
     def accumulated(self) -> frozenset[int]:
         """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""
