@@ -20,6 +20,7 @@ from remat_opt.compilers.equations import (
 )
 from remat_opt.compilers.gpu import GPUS, MOST_FUSED_PARTS, partial_products
 from remat_opt.compilers.gpu_fusion import Work
+from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import work_of
 from remat_opt.graph.build import (
     CONTRACTION,
@@ -63,10 +64,14 @@ class Reader:
         self.copies: dict[tuple, int] = {}  # values that are made once for all readers
         self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
         self.work: dict[int, Work] = {}  # by result, on a GPU
+        self.merged: dict[int, Merged] = {}  # products that are one, by equation
+        self.members: dict[int, Op] = {}  # by equation
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
         self.donated = {value for value, is_given in zip(program.inputs, donated, strict=False) if is_given}
+        if self.platform in GPUS:
+            self.merged = {index: one for one in merged_products(program) for index in one.equations}
         for index, equation in enumerate(program.equations):
             if is_constant(equation, self.constants):
                 self.constants.update(dict.fromkeys(equation.outputs, index))
@@ -78,9 +83,11 @@ class Reader:
             else:
                 if self.platform in GPUS and equation.outputs:
                     self.work[equation.outputs[0]] = self.with_buffers(work_of(equation, program))
-                ops = self.ops_of(equation)
+                ops = self.merge(index) if index in self.merged else self.ops_of(equation)
                 self.ops += ops
                 self.equations += [equation] * len(ops)
+        if self.merged:
+            self.sort()
         self.fold_transposes()
         if self.platform == "cpu":
             self.multiply_in_reductions()
@@ -149,20 +156,72 @@ class Reader:
         if equation.primitive is P.dot_general_p and platform in GPUS:
             operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
             partial = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
+            elements = program.avals[equation.outputs[0]].size
             is_plain = all(len(aval.shape) == 2 for aval in operands)
-            return self.in_parts(dataclasses.replace(op, of_views=bool(partial) or not is_plain), partial)
+            return self.in_parts(dataclasses.replace(op, of_views=bool(partial) or not is_plain), partial, elements)
         if equation.primitive in WINDOWED and platform in GPUS and not self.is_rectified(equation.inputs[0]):
             op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
 
-    def in_parts(self, op: Op, partial: int) -> Sequence[Op]:
+    def product(self, equation: Equation) -> Op:
+        """A product with its operands as buffers."""
+        op = op_of(self.program, equation, self.rates, self.constants)
+        # A transposed matrix is a matrix that is read otherwise.
+        inputs = self.behind([self.transposed.get(value, value) for value in op.inputs])
+        return dataclasses.replace(op, inputs=inputs)
+
+    def merge(self, index: int) -> Sequence[Op]:
+        """Products that become one, where the last of them stands, and the parts of its result."""
+        merged, program = self.merged[index], self.program
+        self.members[index] = self.product(program.equations[index])
+        if index != merged.equations[-1]:
+            return []
+        members = [self.members[one] for one in merged.equations]
+        inputs = tuple(dict.fromkeys(value for member in members for value in member.inputs))
+        ops: list[Op] = []
+        first, second, result = merged.matrices.avals
+        if merged.is_copied:
+            copied = self.new(bytes_of(second if merged.side == 0 else first))
+            ops.append(Op(inputs, (copied,), kind=Kind.ELEMENTWISE, name="concatenate"))
+            inputs = (*inputs, copied)
+        whole = self.new(bytes_of(result))
+        flops = sum(member.flops for member in members)
+        product = dataclasses.replace(members[-1], inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
+        ops += self.in_parts(product, partial_products(merged.matrices.params, (first, second), result), result.size)
+        for member in members:
+            (part,) = member.outputs
+            share = self.sizes[part] / max(self.sizes[whole], 1)
+            self.work[part] = dataclasses.replace(self.work[part], cycles=0.0, uses={whole: share})
+            ops.append(Op((whole,), (part,), kind=Kind.ELEMENTWISE, name="slice"))
+        return ops
+
+    def sort(self) -> None:
+        """Put ops behind what they read."""
+        maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
+        done = [False] * len(self.ops)
+        order: list[int] = []
+        for root in range(len(self.ops)):
+            stack = [root]
+            while stack:
+                index = stack[-1]
+                missing = [maker[x] for x in self.ops[index].inputs if x in maker and not done[maker[x]]]
+                if missing and not done[index]:
+                    stack += missing
+                    continue
+                stack.pop()
+                if not done[index]:
+                    done[index] = True
+                    order.append(index)
+        self.ops = [self.ops[index] for index in order]
+        self.equations = [self.equations[index] for index in order]
+
+    def in_parts(self, op: Op, partial: int, elements: int) -> Sequence[Op]:
         """A product of which parts are summed up in a kernel of their own; a sum of few is fused like other work."""
         if not partial:
             return [op]
         (result,) = op.outputs
-        elements = self.program.avals[result].size
         parts = partial / (4 * elements)
         kind = Kind.ELEMENTWISE if parts < MOST_FUSED_PARTS else Kind.REDUCTION
         made = self.new(partial)
