@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -24,6 +25,8 @@ from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import work_of
 from remat_opt.graph.build import (
     CONTRACTION,
+    ELEMENTWISE,
+    MOVES,
     REDUCTION,
     aliases_of,
     bytes_of,
@@ -66,6 +69,7 @@ class Reader:
         self.work: dict[int, Work] = {}  # by result, on a GPU
         self.merged: dict[int, Merged] = {}  # products that are one, by equation
         self.members: dict[int, Op] = {}  # by equation
+        self.summed: set[int] = set()  # products that are sums of parts
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
@@ -146,9 +150,8 @@ class Reader:
         op = op_of(program, equation, self.rates, self.constants)
         if is_matrix_transpose(equation) and op.inputs:
             self.transposed[equation.outputs[0]] = op.inputs[0]
-        elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
-            op = dataclasses.replace(op, inputs=tuple(self.transposed.get(value, value) for value in op.inputs))
-        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
+        is_product = equation.primitive is P.dot_general_p
+        op = self.product(equation) if is_product else dataclasses.replace(op, inputs=self.behind(op.inputs))
         if equation.primitive is P.scan_p:
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
@@ -159,18 +162,96 @@ class Reader:
             elements = program.avals[equation.outputs[0]].size
             is_plain = all(len(aval.shape) == 2 for aval in operands)
             return self.in_parts(dataclasses.replace(op, of_views=bool(partial) or not is_plain), partial, elements)
+        if equation.primitive is P.conv_general_dilated_p and platform in GPUS:
+            return self.padded(equation, op)
         if equation.primitive in WINDOWED and platform in GPUS and not self.is_rectified(equation.inputs[0]):
             op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
 
+    def padded(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A GPU's convolution; the library dilates an image as it reads it only for the gradient of a convolution,
+        which the compiler knows by the reversed kernel. Else the image is written dilated and padded."""
+        image, kernel = equation.inputs
+        if isinstance(image, Constant) or isinstance(kernel, Constant) or max(equation.params["lhs_dilation"]) == 1:
+            return [op]
+        maker = self.producer.get(kernel)
+        numbers = equation.params["dimension_numbers"]
+        shape = list(self.program.avals[image].shape)
+        window = [self.program.avals[kernel].shape[axis] for axis in numbers.rhs_spec[2:]]
+        if max(window) == 1 or (maker is not None and maker.primitive is P.rev_p):
+            return [op]
+        sides = zip(numbers.lhs_spec[2:], equation.params["lhs_dilation"], equation.params["padding"], strict=True)
+        for axis, dilation, padding in sides:
+            shape[axis] = (shape[axis] - 1) * dilation + 1 + sum(padding)
+        written = self.new(math.prod(shape) * compat.item_bytes(self.program.avals[image].dtype))
+        buffer = self.buffer(image)
+        pad = Op(self.behind([image]), (written,), kind=Kind.ELEMENTWISE, name="pad")
+        return [pad, dataclasses.replace(op, inputs=tuple(written if x == buffer else x for x in op.inputs))]
+
     def product(self, equation: Equation) -> Op:
         """A product with its operands as buffers."""
         op = op_of(self.program, equation, self.rates, self.constants)
         # A transposed matrix is a matrix that is read otherwise.
-        inputs = self.behind([self.transposed.get(value, value) for value in op.inputs])
-        return dataclasses.replace(op, inputs=inputs)
+        values = [self.transposed.get(value, value) for value in op.inputs]
+        if self.platform in GPUS:
+            values = [source for value in values for source in self.sources_in_product(value)]
+        return dataclasses.replace(op, inputs=self.behind(values))
+
+    def sources_in_product(self, value: int) -> Sequence[int]:
+        """What a GPU's product reads for an operand. Work on one array, with constants and what is spread over it, it
+        does itself as it reads that array; not what the product before does with its result (`gemm_fusion.cc`)."""
+        small: list[int] = []
+        while not self.ends_product(value):
+            equation = self.producer.get(value)
+            if equation is None or value in self.constants:
+                break
+            if self.is_renamed(equation):
+                (value,) = equation.inputs  # type: ignore[assignment]
+                continue
+            whole = self.whole_operand(equation)
+            if whole is None or self.sizes[whole] > self.sizes[value] + 1024:
+                break
+            others = [x for x in equation.inputs if isinstance(x, int) and x != whole and x not in self.constants]
+            spread = [self.spread(x) for x in others]
+            if len(small) + len(spread) >= 4:
+                break
+            small += [x for x in spread if x is not None]
+            value = whole
+        return (value, *small)
+
+    def whole_operand(self, equation: Equation) -> int | None:
+        """The one operand of elementwise work that is neither a constant nor spread from fewer elements."""
+        if equation.primitive not in ELEMENTWISE or equation.primitive in MOVES or len(equation.outputs) != 1:
+            return None
+        operands = {x for x in equation.inputs if isinstance(x, int) and x not in self.constants}
+        whole = [x for x in operands if self.spread(x) is None]
+        return whole[0] if len(whole) == 1 else None
+
+    def spread(self, value: int) -> int | None:
+        """For what is broadcast from fewer elements these."""
+        maker = self.producer.get(value)
+        if maker is None or maker.primitive is not P.broadcast_in_dim_p or not isinstance(maker.inputs[0], int):
+            return None
+        (given, *_) = maker.inputs
+        avals = self.program.avals
+        return given if isinstance(given, int) and avals[given].size < avals[value].size else None
+
+    def ends_product(self, value: int) -> bool:
+        """Whether a product makes a value: its result, or what is done with that before anything else reads it."""
+        while True:
+            equation = self.producer.get(value)
+            if equation is None:
+                return False
+            if equation.primitive is P.dot_general_p:
+                return value not in self.summed
+            whole = self.whole_operand(equation)
+            if self.is_renamed(equation):
+                (whole,) = equation.inputs  # type: ignore[assignment]
+            if whole is None or len(self.readers.get(whole, ())) != 1:
+                return False
+            value = whole
 
     def merge(self, index: int) -> Sequence[Op]:
         """Products that become one, where the last of them stands, and the parts of its result."""
@@ -224,6 +305,7 @@ class Reader:
         (result,) = op.outputs
         parts = partial / (4 * elements)
         kind = Kind.ELEMENTWISE if parts < MOST_FUSED_PARTS else Kind.REDUCTION
+        self.summed.add(result)
         made = self.new(partial)
         self.work[result] = Work(7.0 * parts * elements, elements / 512)
         return [dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
