@@ -37,7 +37,7 @@ _CYCLES: dict[Any, float] = {
 _USUAL_CYCLES = 3.0
 # Elements that a thread block computes of an elementwise result: 128 threads, 4 each. Rows that one computes of a
 # reduction of long rows, columns of one over columns; more elements than that are reduced in two steps.
-_BLOCK, _ROW_THREADS, _COLUMNS, _MOST_ROWS, _MOST_COLUMNS = 512, 256, 32, 4096, 16384
+BLOCK, _ROW_THREADS, _COLUMNS, _MOST_ROWS, _MOST_COLUMNS = 512, 256, 32, 4096, 16384
 
 
 def work_of(equation: Equation, program: Program) -> Work:
@@ -47,7 +47,7 @@ def work_of(equation: Equation, program: Program) -> Work:
     if equation.primitive in REDUCTION and operands:
         (operand, *_) = operands.values()
         return Work(7.0 * operand.size, _blocks_of_reduction(operand.shape, equation.params.get("axes", ())))
-    blocks = result.size / _BLOCK
+    blocks = result.size / BLOCK
     if equation.primitive in WINDOWED:
         window = math.prod(equation.params["window_dimensions"])
         uses = {x: max(1.0, window * result.size / max(aval.size, 1)) for x, aval in operands.items()}

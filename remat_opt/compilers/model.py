@@ -12,6 +12,7 @@ import dataclasses
 from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu import GPUS
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
+from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.reader import Reader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
@@ -40,11 +41,11 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
     """
-    reader = Reader(program, rates, platform)
+    reader = GpuReader(program, rates, platform) if platform in GPUS else Reader(program, rates, platform)
     unfused = with_copies_of_donated(reader.read(donated))
     if platform == "cpu":
         graph = fuse_loops(unfused).graph
-    elif platform in GPUS:
+    elif isinstance(reader, GpuReader):
         graph = fuse_by_cost(unfused, reader.work, rates.bandwidth).graph
     else:
         graph = fuse(unfused, by_kernels=True).graph

@@ -3,30 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import (
-    BIASES,
     PRODUCTS,
     RESHAPING,
-    WINDOWED,
     is_dear,
     is_half,
     is_matrix_transpose,
     multiplies_only,
 )
-from remat_opt.compilers.gpu import GPUS, MOST_FUSED_PARTS, partial_products
-from remat_opt.compilers.gpu_fusion import Work
-from remat_opt.compilers.gpu_products import Merged, merged_products
-from remat_opt.compilers.gpu_work import work_of
 from remat_opt.graph.build import (
     CONTRACTION,
-    ELEMENTWISE,
-    MOVES,
     REDUCTION,
     aliases_of,
     bytes_of,
@@ -42,7 +33,6 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.masks import is_zero
 
 
 class Reader:
@@ -66,16 +56,11 @@ class Reader:
                 self.readers.setdefault(value, []).append(equation)
         self.copies: dict[tuple, int] = {}  # values that are made once for all readers
         self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
-        self.work: dict[int, Work] = {}  # by result, on a GPU
-        self.merged: dict[int, Merged] = {}  # products that are one, by equation
-        self.members: dict[int, Op] = {}  # by equation
-        self.summed: set[int] = set()  # products that are sums of parts
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
         self.donated = {value for value, is_given in zip(program.inputs, donated, strict=False) if is_given}
-        if self.platform in GPUS:
-            self.merged = {index: one for one in merged_products(program) for index in one.equations}
+        self.prepare()
         for index, equation in enumerate(program.equations):
             if is_constant(equation, self.constants):
                 self.constants.update(dict.fromkeys(equation.outputs, index))
@@ -85,18 +70,10 @@ class Reader:
                 (given,) = (x for x in equation.inputs if isinstance(x, int))
                 self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
             else:
-                if self.platform in GPUS and equation.outputs:
-                    self.work[equation.outputs[0]] = self.with_buffers(work_of(equation, program))
-                ops = self.merge(index) if index in self.merged else self.ops_of(equation)
+                ops = self.ops_at(index, equation)
                 self.ops += ops
                 self.equations += [equation] * len(ops)
-        if self.merged:
-            self.sort()
-        self.fold_transposes()
-        if self.platform == "cpu":
-            self.multiply_in_reductions()
-        if self.platform in GPUS:
-            self.share_zeros()
+        self.finish()
         aliases = {output: given for given, output in aliases_of(program, donated, self.constants)}
         outputs = dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in self.constants)
         return Graph(
@@ -110,8 +87,18 @@ class Reader:
             constants=frozenset(self.constants),
         )
 
-    def with_buffers(self, work: Work) -> Work:
-        return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
+    def prepare(self) -> None:
+        """What is to be known of the whole program first."""
+
+    def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
+        """What an equation adds where it stands."""
+        return self.ops_of(equation)
+
+    def finish(self) -> None:
+        """What a compiler does with ops that are there."""
+        self.fold_transposes()
+        if self.platform == "cpu":
+            self.multiply_in_reductions()
 
     def buffer(self, value: int) -> int:
         return self.same[value][0] if value in self.same else value
@@ -150,165 +137,16 @@ class Reader:
         op = op_of(program, equation, self.rates, self.constants)
         if is_matrix_transpose(equation) and op.inputs:
             self.transposed[equation.outputs[0]] = op.inputs[0]
-        is_product = equation.primitive is P.dot_general_p
-        op = self.product(equation) if is_product else dataclasses.replace(op, inputs=self.behind(op.inputs))
+        elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
+            op = dataclasses.replace(op, inputs=tuple(self.transposed.get(value, value) for value in op.inputs))
+        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
         if equation.primitive is P.scan_p:
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
-        if equation.primitive is P.dot_general_p and platform in GPUS:
-            operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
-            partial = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
-            elements = program.avals[equation.outputs[0]].size
-            is_plain = all(len(aval.shape) == 2 for aval in operands)
-            return self.in_parts(dataclasses.replace(op, of_views=bool(partial) or not is_plain), partial, elements)
-        if equation.primitive is P.conv_general_dilated_p and platform in GPUS:
-            return self.padded(equation, op)
-        if equation.primitive in WINDOWED and platform in GPUS and not self.is_rectified(equation.inputs[0]):
-            op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
-
-    def padded(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A GPU's convolution; the library dilates an image as it reads it only for the gradient of a convolution,
-        which the compiler knows by the reversed kernel. Else the image is written dilated and padded."""
-        image, kernel = equation.inputs
-        if isinstance(image, Constant) or isinstance(kernel, Constant) or max(equation.params["lhs_dilation"]) == 1:
-            return [op]
-        maker = self.producer.get(kernel)
-        numbers = equation.params["dimension_numbers"]
-        shape = list(self.program.avals[image].shape)
-        window = [self.program.avals[kernel].shape[axis] for axis in numbers.rhs_spec[2:]]
-        if max(window) == 1 or (maker is not None and maker.primitive is P.rev_p):
-            return [op]
-        sides = zip(numbers.lhs_spec[2:], equation.params["lhs_dilation"], equation.params["padding"], strict=True)
-        for axis, dilation, padding in sides:
-            shape[axis] = (shape[axis] - 1) * dilation + 1 + sum(padding)
-        written = self.new(math.prod(shape) * compat.item_bytes(self.program.avals[image].dtype))
-        buffer = self.buffer(image)
-        pad = Op(self.behind([image]), (written,), kind=Kind.ELEMENTWISE, name="pad")
-        return [pad, dataclasses.replace(op, inputs=tuple(written if x == buffer else x for x in op.inputs))]
-
-    def product(self, equation: Equation) -> Op:
-        """A product with its operands as buffers."""
-        op = op_of(self.program, equation, self.rates, self.constants)
-        # A transposed matrix is a matrix that is read otherwise.
-        values = [self.transposed.get(value, value) for value in op.inputs]
-        if self.platform in GPUS:
-            values = [source for value in values for source in self.sources_in_product(value)]
-        return dataclasses.replace(op, inputs=self.behind(values))
-
-    def sources_in_product(self, value: int) -> Sequence[int]:
-        """What a GPU's product reads for an operand. Work on one array, with constants and what is spread over it, it
-        does itself as it reads that array; not what the product before does with its result (`gemm_fusion.cc`)."""
-        small: list[int] = []
-        while not self.ends_product(value):
-            equation = self.producer.get(value)
-            if equation is None or value in self.constants:
-                break
-            if self.is_renamed(equation):
-                (value,) = equation.inputs  # type: ignore[assignment]
-                continue
-            whole = self.whole_operand(equation)
-            if whole is None or self.sizes[whole] > self.sizes[value] + 1024:
-                break
-            others = [x for x in equation.inputs if isinstance(x, int) and x != whole and x not in self.constants]
-            spread = [self.spread(x) for x in others]
-            if len(small) + len(spread) >= 4:
-                break
-            small += [x for x in spread if x is not None]
-            value = whole
-        return (value, *small)
-
-    def whole_operand(self, equation: Equation) -> int | None:
-        """The one operand of elementwise work that is neither a constant nor spread from fewer elements."""
-        if equation.primitive not in ELEMENTWISE or equation.primitive in MOVES or len(equation.outputs) != 1:
-            return None
-        operands = {x for x in equation.inputs if isinstance(x, int) and x not in self.constants}
-        whole = [x for x in operands if self.spread(x) is None]
-        return whole[0] if len(whole) == 1 else None
-
-    def spread(self, value: int) -> int | None:
-        """For what is broadcast from fewer elements these."""
-        maker = self.producer.get(value)
-        if maker is None or maker.primitive is not P.broadcast_in_dim_p or not isinstance(maker.inputs[0], int):
-            return None
-        (given, *_) = maker.inputs
-        avals = self.program.avals
-        return given if isinstance(given, int) and avals[given].size < avals[value].size else None
-
-    def ends_product(self, value: int) -> bool:
-        """Whether a product makes a value: its result, or what is done with that before anything else reads it."""
-        while True:
-            equation = self.producer.get(value)
-            if equation is None:
-                return False
-            if equation.primitive is P.dot_general_p:
-                return value not in self.summed
-            whole = self.whole_operand(equation)
-            if self.is_renamed(equation):
-                (whole,) = equation.inputs  # type: ignore[assignment]
-            if whole is None or len(self.readers.get(whole, ())) != 1:
-                return False
-            value = whole
-
-    def merge(self, index: int) -> Sequence[Op]:
-        """Products that become one, where the last of them stands, and the parts of its result."""
-        merged, program = self.merged[index], self.program
-        self.members[index] = self.product(program.equations[index])
-        if index != merged.equations[-1]:
-            return []
-        members = [self.members[one] for one in merged.equations]
-        inputs = tuple(dict.fromkeys(value for member in members for value in member.inputs))
-        ops: list[Op] = []
-        first, second, result = merged.matrices.avals
-        if merged.is_copied:
-            copied = self.new(bytes_of(second if merged.side == 0 else first))
-            ops.append(Op(inputs, (copied,), kind=Kind.ELEMENTWISE, name="concatenate"))
-            inputs = (*inputs, copied)
-        whole = self.new(bytes_of(result))
-        flops = sum(member.flops for member in members)
-        product = dataclasses.replace(members[-1], inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
-        ops += self.in_parts(product, partial_products(merged.matrices.params, (first, second), result), result.size)
-        for member in members:
-            (part,) = member.outputs
-            share = self.sizes[part] / max(self.sizes[whole], 1)
-            self.work[part] = dataclasses.replace(self.work[part], cycles=0.0, uses={whole: share})
-            ops.append(Op((whole,), (part,), kind=Kind.ELEMENTWISE, name="slice"))
-        return ops
-
-    def sort(self) -> None:
-        """Put ops behind what they read."""
-        maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
-        done = [False] * len(self.ops)
-        order: list[int] = []
-        for root in range(len(self.ops)):
-            stack = [root]
-            while stack:
-                index = stack[-1]
-                missing = [maker[x] for x in self.ops[index].inputs if x in maker and not done[maker[x]]]
-                if missing and not done[index]:
-                    stack += missing
-                    continue
-                stack.pop()
-                if not done[index]:
-                    done[index] = True
-                    order.append(index)
-        self.ops = [self.ops[index] for index in order]
-        self.equations = [self.equations[index] for index in order]
-
-    def in_parts(self, op: Op, partial: int, elements: int) -> Sequence[Op]:
-        """A product of which parts are summed up in a kernel of their own; a sum of few is fused like other work."""
-        if not partial:
-            return [op]
-        (result,) = op.outputs
-        parts = partial / (4 * elements)
-        kind = Kind.ELEMENTWISE if parts < MOST_FUSED_PARTS else Kind.REDUCTION
-        self.summed.add(result)
-        made = self.new(partial)
-        self.work[result] = Work(7.0 * parts * elements, elements / 512)
-        return [dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
 
     def accumulated(self) -> frozenset[int]:
         """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""
@@ -341,18 +179,6 @@ class Reader:
                 item = 2
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images)
         return dataclasses.replace(graph, sizes=tuple(sizes))
-
-    def is_rectified(self, value: int | Constant) -> bool:
-        """Whether a value is a rectified contraction, with at most a bias: a library computes that with its bias, so
-        that the rectifier is a kernel of its own, beside it. (Behind a normalisation it is a part of others.)"""
-        rectifier = self.producer.get(value) if isinstance(value, int) else None
-        if rectifier is None or rectifier.primitive is not P.max_p or not is_zero(rectifier.inputs[1]):
-            return False
-        maker = self.producer.get(rectifier.inputs[0]) if isinstance(rectifier.inputs[0], int) else None
-        if maker is not None and maker.primitive in BIASES:
-            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
-            return any(one is not None and one.primitive in CONTRACTION for one in makers)
-        return maker is not None and maker.primitive in CONTRACTION
 
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
@@ -468,24 +294,3 @@ class Reader:
                 if reader.kind is Kind.REDUCTION:
                     self.ops[index] = dataclasses.replace(op, of_buffers=True)
                     self.ops[readers[0]] = dataclasses.replace(reader, of_buffers=False)
-
-    def share_zeros(self) -> None:
-        """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
-
-        A rectifier's own zeros are fused; but the same broadcast is needed in memory later, so that the first kernel
-        that has it stores it.
-        """
-        first: dict[tuple, int] = {}
-        for index, equation in enumerate(self.equations):
-            if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
-                continue
-            aval = self.program.avals[equation.outputs[0]]
-            if equation.primitive is P.max_p and self.is_rectified(equation.outputs[0]):
-                first.setdefault((aval.shape, aval.dtype), index)
-            elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
-                maker, zeros = first[aval.shape, aval.dtype], len(self.sizes)
-                self.sizes.append(bytes_of(aval))
-                self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(*self.ops[maker].outputs, zeros))
-                # The scatter's result takes their place.
-                before = self.ops[index - 1]
-                self.ops[index - 1] = dataclasses.replace(before, inputs=(*before.inputs, zeros))
