@@ -26,8 +26,9 @@ from remat_opt.graph.graph import Graph, Kind
 
 MOST_BUFFERS = 96  # operands and results of a kernel
 # Of an H100 and an H200: multiprocessors, the cycles that all their float32 units do in a second (twice the clock: a
-# product and a sum in one), bytes a second that one block can move, bytes of the second-level cache and its speed-up.
-CORES, _CYCLES, _BLOCK_BANDWIDTH, _CACHE, _CACHED = 132, 132 * 128 * 2 * 1.98e9, 32 * 1.98e9, 50 * 2**20, 2.5
+# product and a sum in one), bytes a second that one block can move, bytes of both caches and how much faster they are.
+CORES, _CYCLES, _BLOCK_BANDWIDTH = 132, 132 * 128 * 2 * 1.98e9, 32 * 1.98e9
+_CACHES = ((132 * 256 * 2**10, 20.0), (50 * 2**20, 2.5))
 _START, _HIDDEN = 1e-6, 0.95
 _KERNELS = (Kind.ELEMENTWISE, Kind.REDUCTION)
 
@@ -140,7 +141,7 @@ class _Kernels:
             if uses <= 1:
                 moved += uses * size / fast
             else:
-                cached = self.bandwidth * (_CACHED if size < _CACHE else 1.0)
+                cached = self.bandwidth * next((speed for limit, speed in _CACHES if size < limit), 1.0)
                 moved += size / fast + (uses - 1) * size / min(cached, blocks * _BLOCK_BANDWIDTH)
         moved += written / self.bandwidth
         computed = cycles / (_CYCLES * min(1.0, blocks / CORES))

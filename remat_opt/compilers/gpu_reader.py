@@ -9,13 +9,13 @@ from typing import Any
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import WINDOWED
+from remat_opt.compilers.equations import BIASES, WINDOWED
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import BLOCK, work_of
 from remat_opt.compilers.reader import Reader
-from remat_opt.graph.build import ELEMENTWISE, MOVES, bytes_of, named, op_of, workspace_of
+from remat_opt.graph.build import CONTRACTION, ELEMENTWISE, MOVES, bytes_of, named, op_of, workspace_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.program import compat
@@ -94,8 +94,8 @@ class GpuReader(Reader):
         at = next((at for at in range(len(self.ops) - 1, -1, -1) if buffer in self.ops[at].outputs), None)
         if at is None or self.ops[at].kind is not Kind.CONTRACTION:
             return False
-        others = [x for x in equation.inputs if isinstance(x, int) and x != whole and x not in self.constants]
-        small = self.behind([given for x in others if (given := self.spread(x)) is not None])
+        others = [x for x in self.variables(equation) if x != whole]
+        small = self.behind([given for x in others if (given := self.spread(x, result)) is not None])
         op = self.ops[at]
         self.ops[at] = dataclasses.replace(op, inputs=tuple(dict.fromkeys((*op.inputs, *small))), outputs=(result,))
         return True
@@ -179,7 +179,36 @@ class GpuReader(Reader):
             maker = next(at for at, other in enumerate(self.ops) if zeros in other.outputs)
             if not self.ops[maker].inputs:
                 self.ops[maker] = dataclasses.replace(self.ops[maker], inputs=op.inputs)
+                if self.is_rectified(equation.outputs[0]):
+                    self.copy_zeros(maker, zeros)
             self.ops[index] = dataclasses.replace(op, inputs=(*op.inputs, zeros))
+
+    def copy_zeros(self, maker: int, zeros: int) -> None:
+        """Give the scatter zeros of its own: those of a rectified product are read for the rectifier's gradient, too.
+        (Behind a normalisation that is a part of other kernels.)"""
+        own = self.new(self.sizes[zeros])
+        self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
+        for at, op in enumerate(self.ops):
+            if zeros in op.inputs and op.kind is Kind.OPAQUE:
+                self.ops[at] = dataclasses.replace(op, inputs=tuple(own if x == zeros else x for x in op.inputs))
+        for value, (buffer, *tokens) in self.same.items():
+            if buffer == zeros:
+                self.same[value] = (own, *tokens)
+        for at, op in enumerate(self.ops):
+            if zeros in op.inputs and at != maker and not self.is_behind_rectifier(op):
+                self.ops[at] = dataclasses.replace(op, inputs=tuple(own if x == zeros else x for x in op.inputs))
+
+    def is_behind_rectifier(self, op: Op) -> bool:
+        return op.name == P.max_p.name
+
+    def is_rectified(self, value: int) -> bool:
+        """Whether a value is a rectified contraction, with at most a bias."""
+        rectifier = self.producer[value]
+        maker = self.producer.get(rectifier.inputs[0]) if isinstance(rectifier.inputs[0], int) else None
+        if maker is not None and maker.primitive in BIASES:
+            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
+            return any(one is not None and one.primitive in CONTRACTION for one in makers)
+        return maker is not None and maker.primitive in CONTRACTION
 
     def with_buffers(self, work: Work) -> Work:
         return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
@@ -194,7 +223,9 @@ class GpuReader(Reader):
         numbers = equation.params["dimension_numbers"]
         shape = list(self.program.avals[image].shape)
         window = [self.program.avals[kernel].shape[axis] for axis in numbers.rhs_spec[2:]]
-        if max(window) == 1 or (maker is not None and maker.primitive is P.rev_p):
+        is_gradient = maker is not None and maker.primitive is P.rev_p
+        sides = [shape[axis] for axis in numbers.lhs_spec[2:]]
+        if max(window) == 1 or is_gradient or math.prod(window) > math.prod(sides):  # image and kernel are swapped then
             return [op]
         sides = zip(numbers.lhs_spec[2:], equation.params["lhs_dilation"], equation.params["padding"], strict=True)
         for axis, dilation, padding in sides:
@@ -218,8 +249,7 @@ class GpuReader(Reader):
             whole = self.whole_operand(equation)
             if whole is None or self.sizes[whole] > self.sizes[value] + _TOLERATED:
                 break
-            others = [x for x in equation.inputs if isinstance(x, int) and x != whole and x not in self.constants]
-            spread = [self.spread(x) for x in others]
+            spread = [self.spread(x, value) for x in self.variables(equation) if x != whole]
             if len(small) + len(spread) >= 4:
                 break
             small += [x for x in spread if x is not None]
@@ -230,18 +260,21 @@ class GpuReader(Reader):
         """The one operand of elementwise work that is neither a constant nor spread from fewer elements."""
         if equation.primitive not in ELEMENTWISE or equation.primitive in MOVES or len(equation.outputs) != 1:
             return None
-        operands = {x for x in equation.inputs if isinstance(x, int) and x not in self.constants}
-        whole = [x for x in operands if self.spread(x) is None]
+        whole = [x for x in self.variables(equation) if self.spread(x, equation.outputs[0]) is None]
         return whole[0] if len(whole) == 1 else None
 
-    def spread(self, value: int) -> int | None:
-        """For what is broadcast from fewer elements these."""
-        maker = self.producer.get(value)
-        if maker is None or maker.primitive is not P.broadcast_in_dim_p or not isinstance(maker.inputs[0], int):
-            return None
-        (given, *_) = maker.inputs
+    def variables(self, equation: Equation) -> list[int]:
+        """Operands that are no constants."""
+        return list(dict.fromkeys(x for x in equation.inputs if isinstance(x, int) and x not in self.constants))
+
+    def spread(self, value: int, result: int) -> int | None:
+        """For an operand that is one row, a bias or a scale, which is broadcast over all rows of the result, that row."""
         avals = self.program.avals
-        return given if isinstance(given, int) and avals[given].size < avals[value].size else None
+        maker = self.producer.get(value)
+        given = maker.inputs[0] if maker is not None and maker.primitive is P.broadcast_in_dim_p else value
+        row = avals[result].shape[-1] if avals[result].shape else 1
+        is_row = isinstance(given, int) and avals[given].size <= row < avals[result].size
+        return given if is_row else None
 
     def ends_product(self, value: int) -> bool:
         """Whether a product makes a value: its result, or what is done with that before anything else reads it."""

@@ -42,7 +42,9 @@ def compiled(
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
     """
     reader = GpuReader(program, rates, platform) if platform in GPUS else Reader(program, rates, platform)
-    unfused = with_copies_of_donated(reader.read(donated))
+    unfused = reader.read(donated)
+    if platform not in GPUS:
+        unfused = with_copies_of_donated(unfused)
     if platform == "cpu":
         graph = fuse_loops(unfused).graph
     elif isinstance(reader, GpuReader):
