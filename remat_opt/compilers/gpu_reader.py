@@ -22,7 +22,7 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
 
-_SUMS = named("add add_any")
+_SUMS = named("add add_jaxvals")
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 
 
