@@ -52,20 +52,20 @@ def test_the_greedy_order_frees_most_and_makes_least() -> None:
     assert greedy(smaller) == (0, 3, 1, 2, 4)
 
 
-def test_a_product_in_parts_is_not_looked_at_again() -> None:
-    # Op 2 is ready with op 1 and frees value 1 once op 1 has run, which is worth it only where it needs no workspace.
-    def ops(workspace: int) -> tuple[Op, ...]:
+def test_who_reads_another_shape_is_not_looked_at_again() -> None:
+    # Op 2 is ready with op 1 and frees value 1 once op 1 has run, which the scheduler sees where it reads value 1.
+    def ops(of_views: bool) -> tuple[Op, ...]:
         return (
             Op((0,), (1,)),
             Op((1,), (2,)),
-            Op((1,), (3,), workspace=workspace),
+            Op((1,), (3,), of_views=of_views),
             Op((2,), (4,)),
             Op((3, 4), (5,)),
         )
 
-    sizes = (0, 10, 10, 1, 8, 1)
-    assert greedy(Graph(sizes, ops(0), inputs=(0,), outputs=(5,), fused=True)).index(2) == 1
-    late = greedy(Graph(sizes, ops(15), inputs=(0,), outputs=(5,), fused=True))
+    sizes = (0, 10, 10, 11, 12, 1)
+    assert greedy(Graph(sizes, ops(False), inputs=(0,), outputs=(5,), fused=True)) == (0, 1, 2, 3, 4)
+    late = greedy(Graph(sizes, ops(True), inputs=(0,), outputs=(5,), fused=True))
     assert late == (0, 1, 3, 2, 4)
 
 

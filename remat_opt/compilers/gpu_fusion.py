@@ -130,7 +130,7 @@ class _Kernels:
             for value in op.outputs:
                 self.is_stored[value] = True
             return False
-        return index in self.viewed or not self.is_stored[op.outputs[0]] and bool(self.users[op.outputs[0]])
+        return index in self.viewed or (not self.is_stored[op.outputs[0]] and bool(self.users[op.outputs[0]]))
 
     def seconds(self, cycles: float, reads: Mapping[int, float], blocks: float, written: int) -> float:
         """Of a kernel, without its start."""

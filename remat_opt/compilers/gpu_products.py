@@ -49,7 +49,9 @@ class Matrices(NamedTuple):
     def avals(self) -> tuple[Any, Any, Any]:
         """Operands and result."""
         shapes = (self.rows, self.summed), (self.summed, self.columns), (self.rows, self.columns)
-        made = (jax.ShapeDtypeStruct((self.batch, *shape), dtype) for shape, dtype in zip(shapes, self.dtypes, strict=True))
+        made = (
+            jax.ShapeDtypeStruct((self.batch, *shape), dtype) for shape, dtype in zip(shapes, self.dtypes, strict=True)
+        )
         first, second, result = made
         return first, second, result
 

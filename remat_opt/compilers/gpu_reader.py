@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
 
 from jax.extend.core import primitives as P
 
@@ -35,7 +34,7 @@ class GpuReader(Reader):
         self.merged: dict[int, Merged] = {}  # products that are one, by equation
         self.members: dict[int, Op] = {}  # by equation
         self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts
-        self.scatters: dict[int, tuple[Op, Any]] = {}  # what is scattered into a sum, by the scatter's result
+        self.scatters: dict[int, Op] = {}  # what is scattered into a sum, by the scatter's result
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
 
     def prepare(self) -> None:
@@ -47,7 +46,7 @@ class GpuReader(Reader):
         if index in self.merged:
             return self.merge(index)
         if equation.primitive is P.select_and_scatter_add_p:
-            return self.by_windows(equation)
+            return self.pooled_backwards(equation)
         if equation.primitive in _SUMS and not self.scatters.keys().isdisjoint(equation.inputs):
             return self.scatter_into(equation)
         if self.is_done_by_product(equation):
@@ -100,7 +99,7 @@ class GpuReader(Reader):
         self.ops[at] = dataclasses.replace(op, inputs=tuple(dict.fromkeys((*op.inputs, *small))), outputs=(result,))
         return True
 
-    def by_windows(self, equation: Equation) -> Sequence[Op]:
+    def pooled_backwards(self, equation: Equation) -> Sequence[Op]:
         """A max-pool's backward as it is expanded: a reduction of each window to its maximum and that one's indices,
         and a scatter into zeros, or into what the result is added to. Where the windows are padded, so are the
         operand, for the reduction, and the result."""
@@ -114,7 +113,7 @@ class GpuReader(Reader):
         sides = zip(aval.shape, params["padding"], strict=True)
         elements = math.prod(side + sum(padding) for side, padding in sides)
         wide = elements * compat.item_bytes(aval.dtype)
-        (read,) = {self.buffer(operand)}
+        read = self.buffer(operand)
         reads = self.behind([operand])
         ops: list[Op] = []
         is_padded = elements > aval.size
@@ -131,7 +130,7 @@ class GpuReader(Reader):
         scatter = dataclasses.replace(op, inputs=(*self.behind([source]), found), outputs=(), workspace=0)
         readers = self.readers.get(result, [])
         if not is_padded and len(readers) == 1 and readers[0].primitive in _SUMS and result not in self.program.outputs:
-            self.scatters[result] = (scatter, equation)
+            self.scatters[result] = scatter
             return ops
         key = (aval.shape, aval.dtype)
         zeros = self.new(wide)
@@ -149,11 +148,11 @@ class GpuReader(Reader):
 
     def scatter_into(self, equation: Equation) -> Sequence[Op]:
         """A sum with what a scatter makes: it scatters into the other summand."""
-        scattered = next(x for x in equation.inputs if x in self.scatters)
-        scatter, _ = self.scatters.pop(scattered)
-        others = [x for x in equation.inputs if x != scattered]
+        scattered = next(x for x in self.variables(equation) if x in self.scatters)
+        scatter = self.scatters.pop(scattered)
+        others = [x for x in self.variables(equation) if x != scattered]
         (result,) = equation.outputs
-        if len(others) != 1 or isinstance(others[0], Constant) or others[0] in self.constants:
+        if not others:
             return [dataclasses.replace(scatter, outputs=(result,))]
         (other,) = others
         given = self.behind([other])
@@ -187,24 +186,18 @@ class GpuReader(Reader):
         """Give the scatter zeros of its own: those of a rectified product are read for the rectifier's gradient, too.
         (Behind a normalisation that is a part of other kernels.)"""
         own = self.new(self.sizes[zeros])
-        self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
         for at, op in enumerate(self.ops):
-            if zeros in op.inputs and op.kind is Kind.OPAQUE:
+            if zeros in op.inputs:
                 self.ops[at] = dataclasses.replace(op, inputs=tuple(own if x == zeros else x for x in op.inputs))
         for value, (buffer, *tokens) in self.same.items():
             if buffer == zeros:
                 self.same[value] = (own, *tokens)
-        for at, op in enumerate(self.ops):
-            if zeros in op.inputs and at != maker and not self.is_behind_rectifier(op):
-                self.ops[at] = dataclasses.replace(op, inputs=tuple(own if x == zeros else x for x in op.inputs))
-
-    def is_behind_rectifier(self, op: Op) -> bool:
-        return op.name == P.max_p.name
+        self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
 
     def is_rectified(self, value: int) -> bool:
         """Whether a value is a rectified contraction, with at most a bias."""
-        rectifier = self.producer[value]
-        maker = self.producer.get(rectifier.inputs[0]) if isinstance(rectifier.inputs[0], int) else None
+        (given, *_) = self.producer[value].inputs
+        maker = self.producer.get(given) if isinstance(given, int) else None
         if maker is not None and maker.primitive in BIASES:
             makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
             return any(one is not None and one.primitive in CONTRACTION for one in makers)
@@ -224,8 +217,8 @@ class GpuReader(Reader):
         shape = list(self.program.avals[image].shape)
         window = [self.program.avals[kernel].shape[axis] for axis in numbers.rhs_spec[2:]]
         is_gradient = maker is not None and maker.primitive is P.rev_p
-        sides = [shape[axis] for axis in numbers.lhs_spec[2:]]
-        if max(window) == 1 or is_gradient or math.prod(window) > math.prod(sides):  # image and kernel are swapped then
+        are_swapped = math.prod(window) > math.prod(shape[axis] for axis in numbers.lhs_spec[2:])
+        if max(window) == 1 or is_gradient or are_swapped:
             return [op]
         sides = zip(numbers.lhs_spec[2:], equation.params["lhs_dilation"], equation.params["padding"], strict=True)
         for axis, dilation, padding in sides:
@@ -244,7 +237,7 @@ class GpuReader(Reader):
             if equation is None or value in self.constants:
                 break
             if self.is_renamed(equation):
-                (value,) = equation.inputs  # type: ignore[assignment]
+                (value,) = self.variables(equation)
                 continue
             whole = self.whole_operand(equation)
             if whole is None or self.sizes[whole] > self.sizes[value] + _TOLERATED:
@@ -268,13 +261,13 @@ class GpuReader(Reader):
         return list(dict.fromkeys(x for x in equation.inputs if isinstance(x, int) and x not in self.constants))
 
     def spread(self, value: int, result: int) -> int | None:
-        """For an operand that is one row, a bias or a scale, which is broadcast over all rows of the result, that row."""
+        """For an operand that is one row, a bias or a scale, and is broadcast over all rows of the result, that row."""
         avals = self.program.avals
         maker = self.producer.get(value)
-        given = maker.inputs[0] if maker is not None and maker.primitive is P.broadcast_in_dim_p else value
+        is_broadcast = maker is not None and maker.primitive is P.broadcast_in_dim_p
+        given = maker.inputs[0] if is_broadcast and maker is not None else value
         row = avals[result].shape[-1] if avals[result].shape else 1
-        is_row = isinstance(given, int) and avals[given].size <= row < avals[result].size
-        return given if is_row else None
+        return given if isinstance(given, int) and avals[given].size <= row < avals[result].size else None
 
     def ends_product(self, value: int) -> bool:
         """Whether a product makes a value: its result, or what is done with that before anything else reads it."""
@@ -286,7 +279,7 @@ class GpuReader(Reader):
                 return value not in self.summed
             whole = self.whole_operand(equation)
             if self.is_renamed(equation):
-                (whole,) = equation.inputs  # type: ignore[assignment]
+                (whole,) = self.variables(equation)
             if whole is None or len(self.readers.get(whole, ())) != 1:
                 return False
             value = whole
