@@ -107,7 +107,7 @@ class GpuReader(Reader):
         (result,) = equation.outputs
         op = op_of(self.program, equation, self.rates, self.constants)
         op = dataclasses.replace(op, inputs=self.behind(op.inputs))
-        if isinstance(source, Constant) or isinstance(operand, Constant):
+        if isinstance(source, Constant) or isinstance(operand, Constant) or operand in self.constants:
             return [op]
         params, aval, windows = equation.params, self.program.avals[operand], self.program.avals[source]
         sides = zip(aval.shape, params["padding"], strict=True)
@@ -127,7 +127,9 @@ class GpuReader(Reader):
         uses = {read: max(1.0, window * windows.size / max(elements, 1))}
         self.work[found] = Work(20.0 * window * windows.size, windows.size / BLOCK, uses)
         ops.append(Op(reads, (found,), kind=Kind.REDUCTION, name="reduce_window"))
-        scatter = dataclasses.replace(op, inputs=(*self.behind([source]), found), outputs=(), workspace=0)
+        scatter = dataclasses.replace(
+            op, inputs=(*self.behind([source][source in self.constants :]), found), outputs=(), workspace=0
+        )
         readers = self.readers.get(result, [])
         if not is_padded and len(readers) == 1 and readers[0].primitive in _SUMS and result not in self.program.outputs:
             self.scatters[result] = scatter
@@ -210,7 +212,8 @@ class GpuReader(Reader):
         """A convolution; the library dilates an image as it reads it only for the gradient of a convolution,
         which the compiler knows by the reversed kernel. Else the image is written dilated and padded."""
         image, kernel = equation.inputs
-        if isinstance(image, Constant) or isinstance(kernel, Constant) or max(equation.params["lhs_dilation"]) == 1:
+        is_dilated = max(equation.params["lhs_dilation"]) > 1
+        if isinstance(image, Constant) or isinstance(kernel, Constant) or image in self.constants or not is_dilated:
             return [op]
         maker = self.producer.get(kernel)
         numbers = equation.params["dimension_numbers"]
@@ -273,7 +276,7 @@ class GpuReader(Reader):
         """Whether a product makes a value: its result, or what is done with that before anything else reads it."""
         while True:
             equation = self.producer.get(value)
-            if equation is None:
+            if equation is None or value in self.constants:
                 return False
             if equation.primitive is P.dot_general_p:
                 return value not in self.summed
