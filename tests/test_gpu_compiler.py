@@ -124,6 +124,15 @@ def test_three_products_are_one_unless_the_third_waits_for_the_first() -> None:
     assert [len(merged.equations) for merged in merged_products(program)] == [2]
 
 
+def test_no_products_are_one_that_would_wait_for_themselves() -> None:
+    def fun(x, z, w, v):
+        first = z @ v
+        return first @ w, (x @ w) @ v  # with both products by `w` in one, the second by `v` waits for the first
+
+    program = inline(jax.make_jaxpr(fun)(*[array(128, 128)] * 4))
+    assert [len(merged.equations) for merged in merged_products(program)] == [2]
+
+
 def test_a_product_does_the_work_on_its_operand_and_on_its_result() -> None:
     def layers(x, w, bias):
         hidden = x @ w + bias
