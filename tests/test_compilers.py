@@ -201,6 +201,12 @@ def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
     assert peak_of(tpu.on_chip(graph)) == tpu.TABLE
 
 
+def test_what_takes_a_donated_arguments_place_has_a_table_too() -> None:
+    ops = (Op((0,), (2,)), Op((1,), (3,)))
+    graph = Graph((10,) * 4, ops, inputs=(0, 1), outputs=(2, 3), aliases=((0, 2),), fused=True)
+    assert peak_of(tpu.on_chip(graph)) == 3 * tpu.TABLE
+
+
 def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:
     def fun(x, y):
         pooled = lax.cumsum(x)
