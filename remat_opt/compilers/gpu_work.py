@@ -11,7 +11,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers.equations import WINDOWED
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.graph.build import ELEMENTWISE, REDUCTION, named
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Equation, Program
 
 # Cycles for each element, of an H100 and in float32: XLA's own measurements (`hlo_op_profiles_data.h`). Numbers of two
 # bytes are computed in float32, but for sums and products.
@@ -43,7 +43,11 @@ BLOCK, _ROW_THREADS, _COLUMNS, _MOST_ROWS, _MOST_COLUMNS = 512, 256, 32, 4096, 1
 def work_of(equation: Equation, program: Program) -> Work:
     """What a kernel does for the result of an equation."""
     result = program.avals[equation.outputs[0]]
-    operands = {x: program.avals[x] for x in equation.inputs if not isinstance(x, Constant)}
+    if not hasattr(result, "shape"):  # tokens and references
+        return Work(0.0, 1.0)
+    operands = {
+        x: program.avals[x] for x in equation.inputs if isinstance(x, int) and hasattr(program.avals[x], "shape")
+    }
     if equation.primitive in REDUCTION and operands:
         (operand, *_) = operands.values()
         return Work(7.0 * operand.size, _blocks_of_reduction(operand.shape, equation.params.get("axes", ())))
