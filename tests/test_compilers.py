@@ -95,13 +95,25 @@ def kernels_of_an_elementwise_value(dear: bool, operands: int, reader: Kind) -> 
         (False, 1, Kind.OPAQUE, True, (1,)),  # stored for the library, computed again in the loop
         (False, 2, Kind.OPAQUE, True, (3,)),  # would have to read two buffers
         (True, 1, Kind.OPAQUE, True, (2,)),
-        (False, 1, Kind.BARRIER, True, (2,)),  # behind a barrier nobody knows what made it
+        (False, 1, Kind.BARRIER, True, (1,)),  # stored for who reads it behind the barrier
     ],
 )
 def test_what_the_loops_of_a_cpu_store(
     dear: bool, operands: int, reader: Kind, stored: bool, reads: tuple[int, ...]
 ) -> None:
     assert kernels_of_an_elementwise_value(dear, operands, reader) == (stored, reads)
+
+
+def test_what_is_read_behind_a_barrier_is_not_computed_again() -> None:
+    ops = (
+        Op((0,), (1,), kind=Kind.CONTRACTION),
+        Op((1,), (2,), kind=Kind.ELEMENTWISE),
+        Op((2,), (3,), kind=Kind.BARRIER),
+        Op((2, 3), (4,), kind=Kind.REDUCTION),
+        Op((2,), (5,), kind=Kind.REDUCTION),
+    )
+    fused = fuse_loops(Graph((1,) * 6, ops, inputs=(0,), outputs=(4, 5))).graph
+    assert [op.inputs for op in fused.ops[-2:]] == [(2, 3), (1,)]
 
 
 def test_a_reader_that_an_update_does_not_depend_on_gets_a_copy_of_the_donated_argument() -> None:
