@@ -166,6 +166,14 @@ def test_the_cpu_multiplies_half_precision_in_single() -> None:
     assert sizes.count(MIB4 // 2) >= 2
 
 
+def test_the_cpu_draws_random_bits_from_four_arrays_of_counts() -> None:
+    def fun(key):
+        return jnp.sort(jax.random.bits(key, (2**16,), jnp.uint8)), key
+
+    program = inline(jax.make_jaxpr(fun)(jax.random.key(0)), with_barriers=True, keep_names=False)
+    assert peak_of(compiled(program, RATES, platform="cpu")) == 16 * 2**16
+
+
 def test_a_checkpoint_of_the_users_is_a_barrier() -> None:
     def loss(weights, x):
         for weight in weights:
