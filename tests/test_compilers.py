@@ -52,20 +52,20 @@ def test_the_greedy_order_frees_most_and_makes_least() -> None:
     assert greedy(smaller) == (0, 3, 1, 2, 4)
 
 
-def test_a_product_in_parts_is_not_looked_at_again() -> None:
-    # Op 2 is ready with op 1 and frees value 1 once op 1 has run, which is worth it only where it needs no workspace.
-    def ops(workspace: int) -> tuple[Op, ...]:
+def test_who_reads_another_shape_is_not_looked_at_again() -> None:
+    # Op 2 is ready with op 1 and frees value 1 once op 1 has run, which the scheduler sees where it reads value 1.
+    def ops(of_views: bool) -> tuple[Op, ...]:
         return (
             Op((0,), (1,)),
             Op((1,), (2,)),
-            Op((1,), (3,), workspace=workspace),
+            Op((1,), (3,), of_views=of_views),
             Op((2,), (4,)),
             Op((3, 4), (5,)),
         )
 
-    sizes = (0, 10, 10, 1, 8, 1)
-    assert greedy(Graph(sizes, ops(0), inputs=(0,), outputs=(5,), fused=True)).index(2) == 1
-    late = greedy(Graph(sizes, ops(15), inputs=(0,), outputs=(5,), fused=True))
+    sizes = (0, 10, 10, 11, 12, 1)
+    assert greedy(Graph(sizes, ops(False), inputs=(0,), outputs=(5,), fused=True)) == (0, 1, 2, 3, 4)
+    late = greedy(Graph(sizes, ops(True), inputs=(0,), outputs=(5,), fused=True))
     assert late == (0, 1, 3, 2, 4)
 
 
@@ -95,13 +95,25 @@ def kernels_of_an_elementwise_value(dear: bool, operands: int, reader: Kind) -> 
         (False, 1, Kind.OPAQUE, True, (1,)),  # stored for the library, computed again in the loop
         (False, 2, Kind.OPAQUE, True, (3,)),  # would have to read two buffers
         (True, 1, Kind.OPAQUE, True, (2,)),
-        (False, 1, Kind.BARRIER, True, (2,)),  # behind a barrier nobody knows what made it
+        (False, 1, Kind.BARRIER, True, (1,)),  # stored for who reads it behind the barrier
     ],
 )
 def test_what_the_loops_of_a_cpu_store(
     dear: bool, operands: int, reader: Kind, stored: bool, reads: tuple[int, ...]
 ) -> None:
     assert kernels_of_an_elementwise_value(dear, operands, reader) == (stored, reads)
+
+
+def test_what_is_read_behind_a_barrier_is_not_computed_again() -> None:
+    ops = (
+        Op((0,), (1,), kind=Kind.CONTRACTION),
+        Op((1,), (2,), kind=Kind.ELEMENTWISE),
+        Op((2,), (3,), kind=Kind.BARRIER),
+        Op((2, 3), (4,), kind=Kind.REDUCTION),
+        Op((2,), (5,), kind=Kind.REDUCTION),
+    )
+    fused = fuse_loops(Graph((1,) * 6, ops, inputs=(0,), outputs=(4, 5))).graph
+    assert [op.inputs for op in fused.ops[-2:]] == [(2, 3), (1,)]
 
 
 def test_a_reader_that_an_update_does_not_depend_on_gets_a_copy_of_the_donated_argument() -> None:
@@ -154,6 +166,14 @@ def test_the_cpu_multiplies_half_precision_in_single() -> None:
     assert sizes.count(MIB4 // 2) >= 2
 
 
+def test_the_cpu_draws_random_bits_from_four_arrays_of_counts() -> None:
+    def fun(key):
+        return jnp.sort(jax.random.bits(key, (2**16,), jnp.uint8)), key
+
+    program = inline(jax.make_jaxpr(fun)(jax.random.key(0)), with_barriers=True, keep_names=False)
+    assert peak_of(compiled(program, RATES, platform="cpu")) == 16 * 2**16
+
+
 def test_a_checkpoint_of_the_users_is_a_barrier() -> None:
     def loss(weights, x):
         for weight in weights:
@@ -199,6 +219,12 @@ def test_short_lives_are_spent_on_the_chip() -> None:
 def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
     graph = Graph((10, 10, 10), (Op((0,), (2,)),), inputs=(0, 1), outputs=(2,), fused=True)
     assert peak_of(tpu.on_chip(graph)) == tpu.TABLE
+
+
+def test_what_takes_a_donated_arguments_place_has_a_table_too() -> None:
+    ops = (Op((0,), (2,)), Op((1,), (3,)))
+    graph = Graph((10,) * 4, ops, inputs=(0, 1), outputs=(2, 3), aliases=((0, 2),), fused=True)
+    assert peak_of(tpu.on_chip(graph)) == 3 * tpu.TABLE
 
 
 def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:

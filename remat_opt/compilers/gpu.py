@@ -14,6 +14,8 @@ GPUS = frozenset({"cuda", "rocm"})
 # by the product, a byte moved by the sum that follows, and the start of that sum's kernel.
 _CORES, _TILE = 132, 128
 _COST_OF_FLOP, _COST_OF_BYTE, _COST_OF_SUMMED_BYTE, _COST_OF_A_SUM = 100.0, 0.194, 193.0, 4.4e7
+# A sum of fewer parts is computed in the kernels that read it (`priority_fusion.cc`).
+MOST_FUSED_PARTS = 16
 
 
 def partial_products(params: dict[str, Any], operands: Sequence[Any], result: Any) -> int:

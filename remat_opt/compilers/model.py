@@ -10,6 +10,9 @@ from __future__ import annotations
 import dataclasses
 
 from remat_opt.compilers import tpu
+from remat_opt.compilers.gpu import GPUS
+from remat_opt.compilers.gpu_fusion import fuse_by_cost
+from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.reader import Reader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
@@ -38,9 +41,16 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
     """
-    reader = Reader(program, rates, platform)
-    unfused = with_copies_of_donated(reader.read(donated))
-    graph = (fuse_loops(unfused) if platform == "cpu" else fuse(unfused, by_kernels=True)).graph
+    reader = GpuReader(program, rates, platform) if platform in GPUS else Reader(program, rates, platform)
+    unfused = reader.read(donated)
+    if platform not in GPUS:
+        unfused = with_copies_of_donated(unfused)
+    if platform == "cpu":
+        graph = fuse_loops(unfused).graph
+    elif isinstance(reader, GpuReader):
+        graph = fuse_by_cost(unfused, reader.work, rates.bandwidth).graph
+    else:
+        graph = fuse(unfused, by_kernels=True).graph
     if platform == "tpu":
         graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)

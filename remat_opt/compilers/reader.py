@@ -9,16 +9,13 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import (
-    BIASES,
     PRODUCTS,
     RESHAPING,
-    WINDOWED,
     is_dear,
     is_half,
     is_matrix_transpose,
     multiplies_only,
 )
-from remat_opt.compilers.gpu import GPUS, partial_products
 from remat_opt.graph.build import (
     CONTRACTION,
     REDUCTION,
@@ -36,7 +33,6 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.masks import is_zero
 
 
 class Reader:
@@ -64,6 +60,7 @@ class Reader:
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
         self.donated = {value for value, is_given in zip(program.inputs, donated, strict=False) if is_given}
+        self.prepare()
         for index, equation in enumerate(program.equations):
             if is_constant(equation, self.constants):
                 self.constants.update(dict.fromkeys(equation.outputs, index))
@@ -73,14 +70,10 @@ class Reader:
                 (given,) = (x for x in equation.inputs if isinstance(x, int))
                 self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
             else:
-                ops = self.ops_of(equation)
+                ops = self.ops_at(index, equation)
                 self.ops += ops
                 self.equations += [equation] * len(ops)
-        self.fold_transposes()
-        if self.platform == "cpu":
-            self.multiply_in_reductions()
-        if self.platform in GPUS:
-            self.share_zeros()
+        self.finish()
         aliases = {output: given for given, output in aliases_of(program, donated, self.constants)}
         outputs = dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in self.constants)
         return Graph(
@@ -93,6 +86,19 @@ class Reader:
             ),
             constants=frozenset(self.constants),
         )
+
+    def prepare(self) -> None:
+        """What is to be known of the whole program first."""
+
+    def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
+        """What an equation adds where it stands."""
+        return self.ops_of(equation)
+
+    def finish(self) -> None:
+        """What a compiler does with ops that are there."""
+        self.fold_transposes()
+        if self.platform == "cpu":
+            self.multiply_in_reductions()
 
     def buffer(self, value: int) -> int:
         return self.same[value][0] if value in self.same else value
@@ -138,12 +144,6 @@ class Reader:
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
-        if equation.primitive is P.dot_general_p and platform in GPUS:
-            operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
-            space = partial_products(equation.params, operands, program.avals[equation.outputs[0]])
-            return [dataclasses.replace(op, workspace=space)]
-        if equation.primitive in WINDOWED and platform in GPUS and not self.is_rectified(equation.inputs[0]):
-            op = dataclasses.replace(op, kind=Kind.REDUCTION)  # a loop like others, into which its operand is fused
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
@@ -180,18 +180,6 @@ class Reader:
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images)
         return dataclasses.replace(graph, sizes=tuple(sizes))
 
-    def is_rectified(self, value: int | Constant) -> bool:
-        """Whether a value is a rectified contraction, with at most a bias: a library computes that with its bias, so
-        that the rectifier is a kernel of its own, beside it. (Behind a normalisation it is a part of others.)"""
-        rectifier = self.producer.get(value) if isinstance(value, int) else None
-        if rectifier is None or rectifier.primitive is not P.max_p or not is_zero(rectifier.inputs[1]):
-            return False
-        maker = self.producer.get(rectifier.inputs[0]) if isinstance(rectifier.inputs[0], int) else None
-        if maker is not None and maker.primitive in BIASES:
-            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
-            return any(one is not None and one.primitive in CONTRACTION for one in makers)
-        return maker is not None and maker.primitive in CONTRACTION
-
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
         only one to read that. Who reads it then runs after the loop."""
@@ -212,6 +200,10 @@ class Reader:
             return [
                 dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)
             ]  # copied by a routine of its own, never fused
+        if equation.primitive is P.random_bits_p:
+            # Threefry works in a loop on two numbers for each result, which it starts from copies.
+            result = self.program.avals[equation.outputs[0]]
+            return [dataclasses.replace(op, workspace=max(op.workspace, 4 * 4 * result.size - bytes_of(result)))]
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:
@@ -306,24 +298,3 @@ class Reader:
                 if reader.kind is Kind.REDUCTION:
                     self.ops[index] = dataclasses.replace(op, of_buffers=True)
                     self.ops[readers[0]] = dataclasses.replace(reader, of_buffers=False)
-
-    def share_zeros(self) -> None:
-        """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
-
-        A rectifier's own zeros are fused; but the same broadcast is needed in memory later, so that the first kernel
-        that has it stores it.
-        """
-        first: dict[tuple, int] = {}
-        for index, equation in enumerate(self.equations):
-            if equation.primitive not in (P.max_p, P.select_and_scatter_add_p):
-                continue
-            aval = self.program.avals[equation.outputs[0]]
-            if equation.primitive is P.max_p and self.is_rectified(equation.outputs[0]):
-                first.setdefault((aval.shape, aval.dtype), index)
-            elif equation.primitive is not P.max_p and (aval.shape, aval.dtype) in first:
-                maker, zeros = first[aval.shape, aval.dtype], len(self.sizes)
-                self.sizes.append(bytes_of(aval))
-                self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(*self.ops[maker].outputs, zeros))
-                # The scatter's result takes their place.
-                before = self.ops[index - 1]
-                self.ops[index - 1] = dataclasses.replace(before, inputs=(*before.inputs, zeros))

@@ -5,7 +5,8 @@
 3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers, those first that take the
    least room for the shortest time. What is there is no temporary memory of the device.
 4. Each instruction with several results has a table of their addresses in the device's memory, and so has each copy to
-   or from the chip.
+   or from the chip. What takes a donated argument's place is made on the chip, as the argument was copied there, and
+   copied to its place.
 """
 
 from __future__ import annotations
@@ -49,9 +50,11 @@ def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), capacity: i
 
 
 def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
-    """Copies of arguments to the chip, updates of several arrays by one gradient, and reductions that the kernel does
-    beside another result (what is reduced once more is done with the first)."""
+    """Copies of arguments to the chip, copies of what takes their place from it, updates of several arrays by one
+    gradient, and reductions that the kernel does beside another result (what is reduced once more is done with the
+    first)."""
     copied = sum(bool(graph.users[value]) for value in graph.inputs)
+    copied += sum(graph.producer[value] >= 0 for _, value in graph.aliases)
     outputs = set(graph.outputs)
     gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
     reduced = 0

@@ -35,6 +35,13 @@ def reads_buffers(op: Op) -> bool:
     return op.kind in _STORED_OPERANDS or op.of_buffers
 
 
+def held_by(graph: Graph, op: Op) -> frozenset[int]:
+    """Buffers that an op reads behind a barrier, where nobody knows what made them."""
+    makers = (graph.producer[value] for value in op.inputs)
+    barriers = [graph.ops[maker] for maker in makers if maker >= 0 and graph.ops[maker].kind is Kind.BARRIER]
+    return frozenset(value for barrier in barriers for value in barrier.inputs)
+
+
 def materialised(graph: Graph) -> list[bool]:
     """For each value, whether it is a buffer in the program as it was written."""
     return _stored(graph, None)
@@ -164,7 +171,8 @@ def merge(
     Args:
         graph: what `Fusion` is made of.
         stored: for each value whether it is a buffer.
-        copied: buffers that only readers of buffers read: all others compute them again from what they are made of.
+        copied: buffers that only readers of buffers read, and what reads them behind a barrier: all others compute them
+            again from what they are made of.
         sums: as of `Fusion`.
     """
     sources: dict[int, tuple[int, ...]] = {}
@@ -173,7 +181,7 @@ def merge(
     kernels: list[Op] = []
     op_of: list[int] = []
     for index, op in enumerate(graph.ops):
-        whole = copied if reads_buffers(op) else ()
+        whole = copied if reads_buffers(op) else copied & held_by(graph, op) if copied else ()
         inputs = tuple(
             dict.fromkeys(
                 v for value in op.inputs for v in ((value,) if value in whole else sources.get(value, (value,)))

@@ -5,12 +5,13 @@
 2. Other elementwise values are computed in every loop that reads them, however many there are, unless they are dear:
    then they are a buffer wherever more than one kernel reads them.
 3. A buffer with at most one operand of its size costs no more to compute from that operand than to read. Where a
-   library reads it, too, it is stored for the library, and loops still compute it again. One with more is read.
+   library reads it, too, it is stored for the library, and loops still compute it again. One with more is read, and so
+   is what is read behind a barrier.
 """
 
 from __future__ import annotations
 
-from remat_opt.graph.fusion import Fusion, merge, stored_by_kind
+from remat_opt.graph.fusion import Fusion, held_by, merge, stored_by_kind
 from remat_opt.graph.graph import Graph, Kind
 
 
@@ -31,18 +32,14 @@ def fuse_loops(graph: Graph) -> Fusion:
             for value in op.outputs:
                 stored[value] = True
             is_stored = True
-        elif is_stored and op.repeatable and not op.dear and _is_unary(graph, index) and not _is_held(graph, users):
+        elif is_stored and op.repeatable and not op.dear and _is_unary(graph, index):
             copied.update(op.outputs)
-            kernels[index] = loops | {index}
+            free = [user for user in users if held_by(graph, graph.ops[user]).isdisjoint(op.outputs)]
+            kernels[index] = frozenset([index]).union(*(kernels[user] for user in free))
             continue
         kernels[index] = frozenset([index]) if is_stored else loops
     copied -= set(graph.outputs)
     return merge(graph, stored, frozenset(copied))
-
-
-def _is_held(graph: Graph, users: list[int]) -> bool:
-    """Whether a barrier is among the readers: behind it nobody knows what made a buffer."""
-    return any(graph.ops[user].kind is Kind.BARRIER for user in users)
 
 
 def _is_unary(graph: Graph, index: int) -> bool:

@@ -40,6 +40,7 @@ class Op:
         workspace: bytes that are live only while it runs, beside its operands and results.
         dear: elementwise, but too much arithmetic to be done in more than one kernel.
         of_buffers: its operands are buffers although its kind does not ask for that.
+        of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
     """
 
     inputs: tuple[int, ...]
@@ -52,6 +53,7 @@ class Op:
     workspace: int = 0
     dear: bool = False
     of_buffers: bool = False
+    of_views: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

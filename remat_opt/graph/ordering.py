@@ -94,7 +94,7 @@ def greedy(graph: Graph) -> tuple[int, ...]:
                     if (
                         not done[user]
                         and user in best_of
-                        and not graph.ops[user].workspace
+                        and not graph.ops[user].of_views
                         and gain(user) != best_of[user]
                     ):
                         push(user)

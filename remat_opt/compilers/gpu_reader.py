@@ -1,0 +1,346 @@
+"""From equations to what XLA's GPU compiler makes of each, before it fuses them (`gpu_fusion.py`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from jax.extend.core import primitives as P
+
+from remat_opt.compilers.equations import BIASES, WINDOWED
+from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
+from remat_opt.compilers.gpu_fusion import Work
+from remat_opt.compilers.gpu_products import Merged, merged_products
+from remat_opt.compilers.gpu_work import BLOCK, work_of
+from remat_opt.compilers.reader import Reader
+from remat_opt.graph.build import CONTRACTION, ELEMENTWISE, MOVES, bytes_of, named, op_of, workspace_of
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Kind, Op
+from remat_opt.program import compat
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.masks import is_zero
+
+_SUMS = named("add add_jaxvals")
+_TOLERATED = 1024  # bytes by which what a product reads or writes may grow
+
+
+class GpuReader(Reader):
+    """Equations as the ops of a GPU's compiler."""
+
+    def __init__(self, program: Program, rates: Rates, platform: str):
+        super().__init__(program, rates, platform)
+        self.work: dict[int, Work] = {}  # by result
+        self.merged: dict[int, Merged] = {}  # products that are one, by equation
+        self.members: dict[int, Op] = {}  # by equation
+        self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts
+        self.scatters: dict[int, Op] = {}  # what is scattered into a sum, by the scatter's result
+        self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
+
+    def prepare(self) -> None:
+        self.merged = {index: one for one in merged_products(self.program) for index in one.equations}
+
+    def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
+        if equation.outputs:
+            self.work[equation.outputs[0]] = self.with_buffers(work_of(equation, self.program))
+        if index in self.merged:
+            return self.merge(index)
+        if equation.primitive is P.select_and_scatter_add_p:
+            return self.pooled_backwards(equation)
+        if equation.primitive in _SUMS and not self.scatters.keys().isdisjoint(equation.inputs):
+            return self.scatter_into(equation)
+        if self.is_done_by_product(equation):
+            return []
+        return self.ops_of(equation)
+
+    def ops_of(self, equation: Equation) -> Sequence[Op]:
+        (op, *more) = super().ops_of(equation)
+        if equation.primitive is P.dot_general_p:
+            op = self.product(equation)
+            operands = [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in equation.inputs]
+            result = self.program.avals[equation.outputs[0]]
+            partial = partial_products(equation.params, operands, result)
+            is_plain = all(len(aval.shape) == 2 for aval in operands)
+            return self.in_parts(dataclasses.replace(op, of_views=bool(partial) or not is_plain), partial, result.size)
+        if equation.primitive is P.conv_general_dilated_p:
+            return self.padded(equation, op)
+        if equation.primitive in WINDOWED:  # a loop like others, into which its operand is fused
+            return [dataclasses.replace(op, kind=Kind.REDUCTION)]
+        return [op, *more]
+
+    def finish(self) -> None:
+        self.share_zeros()
+        self.sort()
+        self.fold_transposes()
+
+    def product(self, equation: Equation) -> Op:
+        """A product with its operands as buffers."""
+        op = op_of(self.program, equation, self.rates, self.constants)
+        # A transposed matrix is a matrix that is read otherwise.
+        values = [self.transposed.get(value, value) for value in op.inputs]
+        sources = [source for value in values for source in self.sources_in_product(value)]
+        return dataclasses.replace(op, inputs=self.behind(sources))
+
+    def is_done_by_product(self, equation: Equation) -> bool:
+        """Whether work on the result of a product, that nobody else reads, is done where the product writes it."""
+        whole = self.whole_operand(equation)
+        if whole is None or len(self.readers[whole]) != 1 or not self.ends_product(whole):
+            return False
+        (result,) = equation.outputs
+        if self.sizes[result] > self.sizes[whole] + _TOLERATED or whole in self.program.outputs:
+            return False
+        buffer = self.buffer(whole)
+        at = next((at for at in range(len(self.ops) - 1, -1, -1) if buffer in self.ops[at].outputs), None)
+        if at is None or self.ops[at].kind is not Kind.CONTRACTION:
+            return False
+        others = [x for x in self.variables(equation) if x != whole]
+        small = self.behind([given for x in others if (given := self.spread(x, result)) is not None])
+        op = self.ops[at]
+        self.ops[at] = dataclasses.replace(op, inputs=tuple(dict.fromkeys((*op.inputs, *small))), outputs=(result,))
+        return True
+
+    def pooled_backwards(self, equation: Equation) -> Sequence[Op]:
+        """A max-pool's backward as it is expanded: a reduction of each window to its maximum and that one's indices,
+        and a scatter into zeros, or into what the result is added to. Where the windows are padded, so are the
+        operand, for the reduction, and the result."""
+        source, operand = equation.inputs
+        (result,) = equation.outputs
+        op = op_of(self.program, equation, self.rates, self.constants)
+        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
+        if isinstance(source, Constant) or isinstance(operand, Constant) or operand in self.constants:
+            return [op]
+        params, aval, windows = equation.params, self.program.avals[operand], self.program.avals[source]
+        sides = zip(aval.shape, params["padding"], strict=True)
+        elements = math.prod(side + sum(padding) for side, padding in sides)
+        wide = elements * compat.item_bytes(aval.dtype)
+        read = self.buffer(operand)
+        reads = self.behind([operand])
+        ops: list[Op] = []
+        is_padded = elements > aval.size
+        if is_padded:
+            read = self.new(wide)
+            self.work[read] = Work(3.0 * elements, elements / BLOCK)
+            ops.append(Op(reads, (read,), kind=Kind.ELEMENTWISE, name="pad"))
+            reads = (read,)
+        found = self.new(workspace_of(equation, self.program, self.platform))
+        window = math.prod(params["window_dimensions"])
+        uses = {read: max(1.0, window * windows.size / max(elements, 1))}
+        self.work[found] = Work(20.0 * window * windows.size, windows.size / BLOCK, uses)
+        ops.append(Op(reads, (found,), kind=Kind.REDUCTION, name="reduce_window"))
+        scatter = dataclasses.replace(
+            op, inputs=(*self.behind([source][source in self.constants :]), found), outputs=(), workspace=0
+        )
+        readers = self.readers.get(result, [])
+        if not is_padded and len(readers) == 1 and readers[0].primitive in _SUMS and result not in self.program.outputs:
+            self.scatters[result] = scatter
+            return ops
+        key = (aval.shape, aval.dtype)
+        zeros = self.new(wide)
+        if not is_padded:
+            self.zeros.setdefault(key, zeros)
+        ops.append(Op((), (zeros,), kind=Kind.ELEMENTWISE, name="zeros"))
+        token = self.new(0)
+        ops.append(dataclasses.replace(scatter, inputs=(*scatter.inputs, zeros), outputs=(token,)))
+        if is_padded:
+            self.work[result] = Work(0.0, aval.size / BLOCK)
+            ops.append(Op((zeros, token), (result,), kind=Kind.ELEMENTWISE, name="slice"))
+        else:
+            self.same[result] = (zeros, token)
+        return ops
+
+    def scatter_into(self, equation: Equation) -> Sequence[Op]:
+        """A sum with what a scatter makes: it scatters into the other summand."""
+        scattered = next(x for x in self.variables(equation) if x in self.scatters)
+        scatter = self.scatters.pop(scattered)
+        others = [x for x in self.variables(equation) if x != scattered]
+        (result,) = equation.outputs
+        if not others:
+            return [dataclasses.replace(scatter, outputs=(result,))]
+        (other,) = others
+        given = self.behind([other])
+        if len(self.readers[other]) == 1 and given[0] not in self.program.inputs:
+            token = self.new(0)
+            self.same[result] = (given[0], token)
+            return [dataclasses.replace(scatter, inputs=(*scatter.inputs, *given), outputs=(token,))]
+        return [dataclasses.replace(scatter, inputs=(*scatter.inputs, *given), outputs=(result,))]
+
+    def share_zeros(self) -> None:
+        """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
+
+        Rectifiers of that shape compare with the same zeros; and what one reader needs in memory is in memory for all.
+        """
+        for index, equation in enumerate(self.equations):
+            if equation.primitive is not P.max_p or not is_zero(equation.inputs[1]):
+                continue
+            aval = self.program.avals[equation.outputs[0]]
+            zeros = self.zeros.get((aval.shape, aval.dtype))
+            op = self.ops[index]
+            if zeros is None or op.outputs != equation.outputs:
+                continue
+            maker = next(at for at, other in enumerate(self.ops) if zeros in other.outputs)
+            if not self.ops[maker].inputs:
+                self.ops[maker] = dataclasses.replace(self.ops[maker], inputs=op.inputs)
+                if self.is_rectified(equation.outputs[0]):
+                    self.copy_zeros(maker, zeros)
+            self.ops[index] = dataclasses.replace(op, inputs=(*op.inputs, zeros))
+
+    def copy_zeros(self, maker: int, zeros: int) -> None:
+        """Give the scatter zeros of its own: those of a rectified product are read for the rectifier's gradient, too.
+        (Behind a normalisation that is a part of other kernels.)"""
+        own = self.new(self.sizes[zeros])
+        for at, op in enumerate(self.ops):
+            if zeros in op.inputs:
+                self.ops[at] = dataclasses.replace(op, inputs=tuple(own if x == zeros else x for x in op.inputs))
+        for value, (buffer, *tokens) in self.same.items():
+            if buffer == zeros:
+                self.same[value] = (own, *tokens)
+        self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
+
+    def is_rectified(self, value: int) -> bool:
+        """Whether a value is a rectified contraction, with at most a bias."""
+        (given, *_) = self.producer[value].inputs
+        maker = self.producer.get(given) if isinstance(given, int) else None
+        if maker is not None and maker.primitive in BIASES:
+            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
+            return any(one is not None and one.primitive in CONTRACTION for one in makers)
+        return maker is not None and maker.primitive in CONTRACTION
+
+    def with_buffers(self, work: Work) -> Work:
+        return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
+
+    def padded(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A convolution; the library dilates an image as it reads it only for the gradient of a convolution,
+        which the compiler knows by the reversed kernel. Else the image is written dilated and padded."""
+        image, kernel = equation.inputs
+        is_dilated = max(equation.params["lhs_dilation"]) > 1
+        if isinstance(image, Constant) or isinstance(kernel, Constant) or image in self.constants or not is_dilated:
+            return [op]
+        maker = self.producer.get(kernel)
+        numbers = equation.params["dimension_numbers"]
+        shape = list(self.program.avals[image].shape)
+        window = [self.program.avals[kernel].shape[axis] for axis in numbers.rhs_spec[2:]]
+        is_gradient = maker is not None and maker.primitive is P.rev_p
+        are_swapped = math.prod(window) > math.prod(shape[axis] for axis in numbers.lhs_spec[2:])
+        if max(window) == 1 or is_gradient or are_swapped:
+            return [op]
+        sides = zip(numbers.lhs_spec[2:], equation.params["lhs_dilation"], equation.params["padding"], strict=True)
+        for axis, dilation, padding in sides:
+            shape[axis] = (shape[axis] - 1) * dilation + 1 + sum(padding)
+        written = self.new(math.prod(shape) * compat.item_bytes(self.program.avals[image].dtype))
+        buffer = self.buffer(image)
+        pad = Op(self.behind([image]), (written,), kind=Kind.ELEMENTWISE, name="pad")
+        return [pad, dataclasses.replace(op, inputs=tuple(written if x == buffer else x for x in op.inputs))]
+
+    def sources_in_product(self, value: int) -> Sequence[int]:
+        """What a product reads for an operand. Work on one array, with constants and what is spread over it, it
+        does itself as it reads that array; not what the product before does with its result (`gemm_fusion.cc`)."""
+        small: list[int] = []
+        while not self.ends_product(value):
+            equation = self.producer.get(value)
+            if equation is None or value in self.constants:
+                break
+            if self.is_renamed(equation):
+                (value,) = self.variables(equation)
+                continue
+            whole = self.whole_operand(equation)
+            if whole is None or self.sizes[whole] > self.sizes[value] + _TOLERATED:
+                break
+            spread = [self.spread(x, value) for x in self.variables(equation) if x != whole]
+            if len(small) + len(spread) >= 4:
+                break
+            small += [x for x in spread if x is not None]
+            value = whole
+        return (value, *small)
+
+    def whole_operand(self, equation: Equation) -> int | None:
+        """The one operand of elementwise work that is neither a constant nor spread from fewer elements."""
+        if equation.primitive not in ELEMENTWISE or equation.primitive in MOVES or len(equation.outputs) != 1:
+            return None
+        whole = [x for x in self.variables(equation) if self.spread(x, equation.outputs[0]) is None]
+        return whole[0] if len(whole) == 1 else None
+
+    def variables(self, equation: Equation) -> list[int]:
+        """Operands that are no constants."""
+        return list(dict.fromkeys(x for x in equation.inputs if isinstance(x, int) and x not in self.constants))
+
+    def spread(self, value: int, result: int) -> int | None:
+        """For an operand that is one row, a bias or a scale, and is broadcast over all rows of the result, that row."""
+        avals = self.program.avals
+        maker = self.producer.get(value)
+        is_broadcast = maker is not None and maker.primitive is P.broadcast_in_dim_p
+        given = maker.inputs[0] if is_broadcast and maker is not None else value
+        row = avals[result].shape[-1] if avals[result].shape else 1
+        return given if isinstance(given, int) and avals[given].size <= row < avals[result].size else None
+
+    def ends_product(self, value: int) -> bool:
+        """Whether a product makes a value: its result, or what is done with that before anything else reads it."""
+        while True:
+            equation = self.producer.get(value)
+            if equation is None or value in self.constants:
+                return False
+            if equation.primitive is P.dot_general_p:
+                return value not in self.summed
+            whole = self.whole_operand(equation)
+            if self.is_renamed(equation):
+                (whole,) = self.variables(equation)
+            if whole is None or len(self.readers.get(whole, ())) != 1:
+                return False
+            value = whole
+
+    def merge(self, index: int) -> Sequence[Op]:
+        """Products that become one, where the last of them stands, and the parts of its result."""
+        merged, program = self.merged[index], self.program
+        self.members[index] = self.product(program.equations[index])
+        if index != merged.equations[-1]:
+            return []
+        members = [self.members[one] for one in merged.equations]
+        inputs = tuple(dict.fromkeys(value for member in members for value in member.inputs))
+        ops: list[Op] = []
+        first, second, result = merged.matrices.avals
+        if merged.is_copied:
+            copied = self.new(bytes_of(second if merged.side == 0 else first))
+            ops.append(Op(inputs, (copied,), kind=Kind.ELEMENTWISE, name="concatenate"))
+            inputs = (*inputs, copied)
+        whole = self.new(bytes_of(result))
+        flops = sum(member.flops for member in members)
+        product = dataclasses.replace(members[-1], inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
+        ops += self.in_parts(product, partial_products(merged.matrices.params, (first, second), result), result.size)
+        for member in members:
+            self.summed.update(member.outputs)
+            (part,) = member.outputs
+            share = self.sizes[part] / max(self.sizes[whole], 1)
+            self.work[part] = dataclasses.replace(self.work[part], cycles=0.0, uses={whole: share})
+            ops.append(Op((whole,), (part,), kind=Kind.ELEMENTWISE, name="slice"))
+        return ops
+
+    def in_parts(self, op: Op, partial: int, elements: int) -> Sequence[Op]:
+        """A product of which parts are summed up in a kernel of their own; a sum of few is fused like other work."""
+        if not partial:
+            return [op]
+        (result,) = op.outputs
+        parts = partial / (4 * elements)
+        kind = Kind.ELEMENTWISE if parts < MOST_FUSED_PARTS else Kind.REDUCTION
+        self.summed.add(result)
+        made = self.new(partial)
+        self.work[result] = Work(7.0 * parts * elements, elements / BLOCK)
+        return [dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
+
+    def sort(self) -> None:
+        """Put ops behind what they read."""
+        maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
+        done = [False] * len(self.ops)
+        order: list[int] = []
+        for root in range(len(self.ops)):
+            stack = [root]
+            while stack:
+                index = stack[-1]
+                missing = [maker[x] for x in self.ops[index].inputs if x in maker and not done[maker[x]]]
+                if missing and not done[index]:
+                    stack += missing
+                    continue
+                stack.pop()
+                if not done[index]:
+                    done[index] = True
+                    order.append(index)
+        self.ops = [self.ops[index] for index in order]
+        self.equations = [self.equations[index] for index in order]

@@ -1,0 +1,231 @@
+"""What a GPU's compiler is expected to make of a program: each rule on a graph or a program that can be checked by
+hand. Sizes in bytes; a kernel's start is worth about as much as moving 5 MB."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers.gpu_fusion import Work, fuse_by_cost
+from remat_opt.compilers.gpu_products import merged_products
+from remat_opt.compilers.gpu_work import work_of
+from remat_opt.compilers.model import compiled
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.program.inline import inline
+
+RATES = Rates(bandwidth=4.8e12, flops={"float32": 1e14})
+MB = 10**6
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct, platform: str = "cuda", **options) -> Graph:
+    program = inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+    return compiled(program, RATES, platform=platform, **options)
+
+
+def made(graph: Graph) -> list[tuple[str, int]]:
+    """The kernels' names with the bytes that they make."""
+    return [(op.name, sum(graph.sizes[value] for value in op.outputs)) for op in graph.ops]
+
+
+def sums_with_two_readers(size: int, cycles: float = 1.0, blocks: float = 1e6) -> bool:
+    """Whether the sum of four buffers is stored that two kernels read, the first of them of some blocks."""
+    ops = (
+        *(Op((), (value,)) for value in range(4)),
+        Op((0, 1, 2, 3), (4,), kind=Kind.ELEMENTWISE),
+        Op((4,), (5,), kind=Kind.REDUCTION),
+        Op((4,), (6,), kind=Kind.ELEMENTWISE),
+    )
+    work = {4: Work(cycles * size / 4, 1e6), 5: Work(size / 4, blocks), 6: Work(size / 4, 1e6)}
+    graph = Graph((size,) * 5 + (4, size), ops, outputs=(5, 6))
+    fused = fuse_by_cost(graph, work, RATES.bandwidth).graph
+    return any(4 in op.outputs for op in fused.ops)
+
+
+@pytest.mark.parametrize(
+    ("size", "options", "is_stored"),
+    [
+        (MB, {}, False),  # a kernel less is worth more than reading four buffers twice
+        (100 * MB, {}, True),
+        (MB, {"cycles": 467.0}, True),  # tanh
+        (MB, {"blocks": 4.0}, True),  # a reduction to few results reads slowly
+    ],
+)
+def test_a_small_value_is_computed_again_and_a_large_or_dear_one_stored(
+    size: int, options: dict, is_stored: bool
+) -> None:
+    assert sums_with_two_readers(size, **options) is is_stored
+
+
+@pytest.mark.parametrize(("operands", "is_stored"), [(90, False), (100, True)])
+def test_a_kernel_has_a_limited_number_of_operands(operands: int, is_stored: bool) -> None:
+    ops = (
+        *(Op((), (value,)) for value in range(operands)),
+        Op(tuple(range(operands)), (operands,), kind=Kind.ELEMENTWISE),
+        Op((operands,), (operands + 1,), kind=Kind.REDUCTION),
+    )
+    graph = Graph((1000,) * (operands + 2), ops, outputs=(operands + 1,))
+    fused = fuse_by_cost(graph, {}, RATES.bandwidth).graph
+    assert any(operands in op.outputs for op in fused.ops) is is_stored
+
+
+@pytest.mark.parametrize(("of_views", "reads"), [(True, 0), (False, 1)])
+def test_what_products_read_in_another_shape_is_computed_again_by_kernels(of_views: bool, reads: int) -> None:
+    ops = (
+        Op((), (0,)),
+        Op((0,), (1,), kind=Kind.ELEMENTWISE),
+        Op((1,), (2,), kind=Kind.CONTRACTION, of_views=of_views),
+        Op((1,), (3,), kind=Kind.REDUCTION),
+    )
+    graph = Graph((MB, MB, MB, 4), ops, outputs=(2, 3))
+    fused = fuse_by_cost(graph, {}, RATES.bandwidth).graph
+    assert [op.inputs for op in fused.ops if 3 in op.outputs] == [(reads,)]
+    assert any(1 in op.outputs for op in fused.ops)  # for the product
+
+
+def test_products_that_share_an_operand_are_one() -> None:
+    def fun(x, y, w):
+        return jnp.sin(x @ w).sum(), jnp.cos(y @ w).sum()
+
+    graph = graph_of(fun, array(4096, 512), array(2048, 512), array(512, 512))
+    products = [one for one in made(graph) if one[0] == "dot_general"]
+    assert products == [("dot_general", 6144 * 512 * 4)]
+    large = graph_of(fun, array(2**16, 512), array(2**15, 512), array(512, 512))
+    assert len([one for one in made(large) if one[0] == "dot_general"]) == 2
+
+
+def test_products_that_depend_on_each_other_are_two() -> None:
+    def chain(x, w):
+        return (x @ w) @ w
+
+    def apart(x, w):
+        return x @ w + jnp.sin(x) @ w
+
+    small = array(128, 128)
+    assert merged_products(inline(jax.make_jaxpr(chain)(small, small))) == []
+    (merged,) = merged_products(inline(jax.make_jaxpr(apart)(small, small)))
+    assert (len(merged.equations), merged.side, merged.matrices.rows) == (2, 1, 256)
+
+
+def test_three_products_are_one_unless_the_third_waits_for_the_first() -> None:
+    def fun(x, y, w):
+        first = x @ w
+        second = y @ w
+        return second, (first + y) @ w
+
+    small = array(128, 128)
+    program = inline(jax.make_jaxpr(fun)(small, small, small))
+    assert [len(merged.equations) for merged in merged_products(program)] == [2]
+
+
+def test_no_products_are_one_that_would_wait_for_themselves() -> None:
+    def fun(x, z, w, v):
+        first = z @ v
+        return first @ w, (x @ w) @ v  # with both products by `w` in one, the second by `v` waits for the first
+
+    program = inline(jax.make_jaxpr(fun)(*[array(128, 128)] * 4))
+    assert [len(merged.equations) for merged in merged_products(program)] == [2]
+
+
+def test_a_product_does_the_work_on_its_operand_and_on_its_result() -> None:
+    def layers(x, w, bias):
+        hidden = x @ w + bias
+        return (jax.nn.relu(hidden) @ w).sum(), (hidden > 0).astype(jnp.float32).sum()
+
+    big = array(2**14, 4096)
+    sizes = [size for _, size in made(graph_of(layers, big, array(4096, 4096), array(4096)))]
+    assert sum(size >= 2**14 * 4096 * 4 for size in sizes) == 2  # what is rectified, and the second product
+
+
+def test_what_is_made_of_two_arrays_is_an_operand_in_memory() -> None:
+    def fun(x, y, w):
+        return (x * y) @ w, (jnp.exp(x) @ w)
+
+    names = [name for name, _ in made(graph_of(fun, array(2**14, 4096), array(2**14, 4096), array(4096, 4096)))]
+    assert sorted(names) == ["dot_general", "dot_general", "mul"]
+
+
+def test_parts_of_a_product_are_a_buffer_until_they_are_summed_up() -> None:
+    graph = graph_of(lambda x, y: x.T @ y, array(2048, 128), array(2048, 128))
+    assert made(graph) == [("dot_general", 32 * 128 * 128 * 4), ("sum of parts", 128 * 128 * 4)]
+
+
+def step_with_pool(padding: str, with_skip: bool) -> Callable:
+    def loss(x, kernel):
+        hidden = jax.nn.relu(lax.conv(x, kernel, (1, 1), "SAME"))
+        pooled = lax.reduce_window(hidden, -jnp.inf, lax.max, (1, 1, 3, 3), (1, 1, 2, 2), padding)
+        return pooled.sum() + (jnp.square(hidden).sum() if with_skip else 0.0)
+
+    return jax.value_and_grad(loss, argnums=(0, 1))
+
+
+SIDE = 65  # three windows of three in steps of two fit exactly
+
+
+@pytest.mark.parametrize(
+    ("padding", "with_skip", "elements", "is_early"),
+    [
+        ("VALID", False, 2 * SIDE**2, True),  # for the rectifiers, and a copy for the scatter
+        ("SAME", False, (SIDE + 2) ** 2, False),  # of a shape that no rectifier has
+        ("VALID", True, 0, False),  # the scatter writes into the gradient of the other reader
+    ],
+)
+def test_zeros_of_a_pool_are_there_from_the_first_rectifier_on(
+    padding: str, with_skip: bool, elements: int, is_early: bool
+) -> None:
+    kernels = made(graph_of(step_with_pool(padding, with_skip), array(8, 64, SIDE, SIDE), array(64, 64, 3, 3)))
+    names = [name for name, _ in kernels]
+    assert dict(kernels).get("zeros", 0) == 8 * 64 * elements * 4
+    assert ("zeros" in names and names.index("zeros") < names.index("reduce_window_max")) is is_early
+
+
+def test_an_image_is_written_dilated_unless_the_kernel_is_a_reversed_one() -> None:
+    def fun(x, kernel, reverse):
+        kernel = lax.rev(kernel, (2, 3)) if reverse else kernel
+        return lax.conv_general_dilated(x, kernel, (1, 1), ((1, 2), (1, 2)), lhs_dilation=(2, 2)).sum()
+
+    avals = array(8, 32, 16, 16), array(32, 32, 3, 3)
+    names = [name for name, _ in made(graph_of(lambda x, kernel: fun(x, kernel, False), *avals))]
+    assert names.count("pad") == 1
+    padded = dict(made(graph_of(lambda x, kernel: fun(x, kernel, False), *avals)))["pad"]
+    assert padded == 8 * 32 * 34 * 34 * 4
+    assert "pad" not in dict(made(graph_of(lambda x, kernel: fun(x, kernel, True), *avals)))
+
+
+@pytest.mark.parametrize(("platform", "copies"), [("cuda", 0), ("tpu", 1)])
+def test_a_gpu_has_no_copies_of_donated_arguments(platform: str, copies: int) -> None:
+    def step(w, x):
+        return w - x.T @ x, x @ w
+
+    graph = graph_of(step, array(1024, 1024), array(1024, 1024), platform=platform, donated=(True, False))
+    assert [name for name, _ in made(graph)].count("copy") == copies
+
+
+@pytest.mark.parametrize(
+    ("shape", "axes", "blocks"),
+    [
+        ((2048, 128), (0,), 4),  # 32 columns a block
+        ((2**20, 128), (0,), 4 * 1024),  # divided by the root of its length
+        ((1024, 64), (1,), 256),  # 64 threads for each row
+        ((1024,), (0,), 1),
+    ],
+)
+def test_a_reduction_to_few_results_has_few_blocks(shape: tuple[int, ...], axes: tuple[int, ...], blocks: int) -> None:
+    program = inline(jax.make_jaxpr(lambda x: x.sum(axes))(array(*shape)))
+    assert work_of(program.equations[-1], program).blocks == blocks
+
+
+def test_arithmetic_has_its_price_and_a_window_reads_each_element_several_times() -> None:
+    def fun(x):
+        return lax.reduce_window(jnp.tanh(x), -jnp.inf, lax.max, (3, 3), (1, 1), "SAME")
+
+    program = inline(jax.make_jaxpr(fun)(array(32, 32)))
+    tanh, window = (work_of(equation, program) for equation in program.equations[-2:])
+    assert tanh.cycles == 467 * 32 * 32
+    assert list(window.uses.values()) == [9]
