@@ -19,7 +19,7 @@ from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.steps import Emit, StepCost, StepCosts
 from remat_opt.program.inline import Program
 from remat_opt.program.names import name_values
-from remat_opt.search import SOLVERS, Problem, search_of
+from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.write.train_step import write
 
 WORTH_SEGMENTS = 0.9  # of a body's peak; above, segments inside it are no gain
@@ -100,7 +100,7 @@ class SearchedSteps:
             return StepCosts((plain,), bridge.graph.flops)
         found = [
             StepCost(one.peak, one.schedule.extra_flops(bridge.graph), one.extra_seconds)
-            for one in search_of(problem).frontier
+            for one in _frontier(step, problem)
             if one.peak < plain.peak
         ]
         return StepCosts((*found, plain), bridge.graph.flops)
@@ -109,7 +109,8 @@ class SearchedSteps:
         bridge, problem = self._read(step)
         if problem.plain.peak <= most_bytes or not self._can_be_scheduled(step.program, bridge):
             return None
-        solution = SOLVERS["auto"](problem, most_bytes)
+        frontier = _frontier(step, problem)
+        solution = next((one for one in reversed(frontier) if one.peak <= most_bytes), frontier[0])
         names = name_values(step.program, solution.choice.saved)
         return lambda operands: write(bridge, solution.schedule, names, operands, is_step_of_loop=True)
 
@@ -120,6 +121,11 @@ class SearchedSteps:
     def _can_be_scheduled(self, program: Program, bridge: Bridge) -> bool:
         with_loops = any(is_loop(equation) for equation in program.equations)
         return bool(bridge.graph.ops) and not with_loops and program.marks is None
+
+
+def _frontier(step: JointStep, problem: Problem) -> tuple[Solution, ...]:
+    """The schedules of a step: of one that repeats all, which is in every pair, with more care."""
+    return search_of(problem).frontier if step.repeats_all else search_of(problem).short_frontier
 
 
 def _problem_of(graph: Graph, known: dict[Any, Problem]) -> Problem:

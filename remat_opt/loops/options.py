@@ -25,6 +25,7 @@ MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
 MOST_ROUNDS = 12  # in which choices like the best ones are tried
 MOST_IN_A_ROUND = 60
 FEW_MORE = 0.01  # FLOPs as a part of the pair's
+HARDLY_APART = 0.99  # the same for those that no other one beats
 APART = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
 
 
@@ -234,7 +235,7 @@ def thinned(options: Iterable[Option]) -> list[Option]:
     for option in sorted(options, key=lambda option: (option.bytes, option.extra_flops)):
         if best and option.extra_flops >= best[-1].extra_flops:
             continue
-        if len(best) > 1 and best[-2].bytes > APART * option.bytes:
+        if len(best) > 1 and best[-2].bytes > HARDLY_APART * option.bytes:
             best.pop()
         best.append(option)
     return best

@@ -128,11 +128,13 @@ class JointStep:
             input of the whole step: it makes these itself.
         shift: values of the backward body have their number there plus this one, values of the forward body their own.
         overwritten: for each input whether its buffer may be reused: the cotangents' may.
+        repeats_all: whether nothing but carries was kept for it.
     """
 
     program: Program
     shift: int
     overwritten: tuple[bool, ...]
+    repeats_all: bool
 
 
 def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
@@ -183,4 +185,5 @@ def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
         ),
         outputs=tuple(x if isinstance(x, Constant) else instead.get(x + shift, x + shift) for x in backward.outputs),
     )
-    return JointStep(joint, shift, tuple(value in cotangents for value in joint.inputs))
+    repeats_all = not again.saved and not again.in_chunk
+    return JointStep(joint, shift, tuple(value in cotangents for value in joint.inputs), repeats_all)

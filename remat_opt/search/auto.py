@@ -238,8 +238,21 @@ class Search:
     @functools.cached_property
     def frontier(self) -> tuple[Solution, ...]:
         """From the least memory to the plain step."""
-        levels = [self.at_level(level) for level in range(LEVELS)]
-        front = pareto_front([self.problem.plain, *self.low_end, *levels, *self.others])
+        return self.with_descents([*self.own_front, *self.others])
+
+    @functools.cached_property
+    def short_frontier(self) -> tuple[Solution, ...]:
+        """The same without the other solvers, in less than half of the time."""
+        return self.with_descents(self.own_front)
+
+    @functools.cached_property
+    def own_front(self) -> tuple[Solution, ...]:
+        """What is found without the other solvers."""
+        return pareto_front([self.problem.plain, *self.low_end, *map(self.at_level, range(LEVELS))])
+
+    def with_descents(self, solutions: Iterable[Solution]) -> tuple[Solution, ...]:
+        """The best of some schedules and of what lies between them."""
+        front = pareto_front(solutions)
         between = [solution for pair in itertools.pairwise(front) for solution in self.between(*pair)]
         return pareto_front([*front, *between])
 
