@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.schedule import Run, Schedule
-from remat_opt.loops.choice import LoopChoice
+from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.targets.figures import Figures
 
 SCHEMA = 3
@@ -136,6 +136,11 @@ class Plan:
                     "chunk": loop.chunk,
                     "in_chunk": sorted(loop.in_chunk),
                     "update": loop.update,
+                    "earlier": [
+                        {"number": one.number, "steps": one.steps, "in_chunk": sorted(one.in_chunk)}
+                        for one in loop.earlier
+                    ],
+                    "step_bytes": loop.step_bytes,
                 }
                 for at, loop in self.loops
             ],
@@ -293,7 +298,12 @@ def digest(names: tuple[str, ...]) -> str:
 
 def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
     saved, in_chunk = (frozenset(map(int, loop[name])) for name in ("saved", "in_chunk"))
-    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk)
+    # Plans of before there were such things do not say anything of them.
+    earlier = tuple(
+        Chunks(int(one["number"]), int(one["steps"]), frozenset(map(int, one["in_chunk"])))
+        for one in loop.get("earlier", ())
+    )
+    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, loop.get("step_bytes"))
 
 
 def _digest_of_schedule(document: dict[str, Any]) -> str:

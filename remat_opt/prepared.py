@@ -152,10 +152,13 @@ class Prepared:
 
     @property
     def can_be_foreseen(self) -> bool:
-        """Whether the compilers' model knows the step as it is written: segments inside bodies it cannot read yet, and
-        a very large step takes it long; for these the search's own peak stands."""
-        bodies = self.loops.bodies if self.given and self.loops else 0
-        return not bodies and len(self.captured.program.equations) <= MOST_FORESEEN
+        """Whether the compilers' model knows the step as it is written: segments inside bodies, scheduled steps and
+        chunks that keep residuals it cannot read yet, and a very large step takes it long; for these the search's own
+        peak stands."""
+        loops = self.loops if self.given else None
+        if loops and (loops.bodies or any(not choice.is_plain for _, choice in loops.chosen)):
+            return False
+        return len(self.captured.program.equations) <= MOST_FORESEEN
 
     def graph_as_written(self, solution: Solution) -> Graph:
         """The step as `emit` writes it for a solution, as the target's compiler runs it."""

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax.extend.core import primitives
 
-# They move numbers, or do nothing. A slice that is written into a stack counts for nothing, and not for the whole stack.
+# They move numbers, or do nothing: a slice that is written into a stack is no work on the whole stack.
 MOVES = (
     primitives.broadcast_in_dim_p,
     primitives.dynamic_slice_p,

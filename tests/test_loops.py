@@ -385,3 +385,26 @@ def test_a_step_with_loops_inside_other_transforms():
             transform(lambda p, xs, fun=fun: loss_of(fun)((p, state[1]), xs))(*arguments) for fun in (step, optimized)
         )
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), one, other)
+
+
+def test_a_step_that_is_scheduled_needs_less(h200):
+    """Attention and the products after it are not there at once: by the compiler's word."""
+    example = make_example("gpt_scan", batch=4, size=256, small=True)
+    found = capture(jax.jit(example.train_step, donate_argnums=example.donate_argnums), example.abstract_args, {})
+    prepared = prepare(found, h200)
+    (pair,) = find_pairs(found.program).pairs
+    costs = PairCosts(pair, found.program, prepared.rates, None, prepared.step_search())
+    schedules = costs.steps(frozenset(), None).costs
+    most = schedules.within(int(0.9 * schedules.in_order.peak)).peak
+    measured = []
+    for choice in (LoopChoice(), LoopChoice(step_bytes=most)):
+        options = PairOptions(pair, (costs.option(choice),), 1.0, 1.0)
+        form = prepared.written(LoopChoices((pair,), ((0, choice),), (options,), ()), None)
+        plain = functools.partial(lambda form, *leaves: form.emit(form.problem.plain, leaves), form)
+        measured.append(
+            measure_flat(
+                plain, found.input_avals, target="h200", compiler_options=compiler_options_for(h200.platform)
+            ).temp_bytes
+        )
+    expected = costs.option(LoopChoice()).bytes - costs.option(LoopChoice(step_bytes=most)).bytes
+    assert measured[0] - measured[1] > 0.5 * expected > 0

@@ -43,11 +43,11 @@ def named(names: str) -> frozenset:
 ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p}
 REDUCTION = named(_REDUCTION_NAMES)
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
-# Elementwise by kind, but their result is no new number: they move bytes and take no FLOPs.
+# Their result is no new number: they move bytes, or do nothing, and take no FLOPs.
 MOVES = named(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
     "stop_gradient transpose"
-) | {compat.pvary_p}
+) | {compat.pvary_p, compat.barrier_p, compat.layout_constraint_p}
 _OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
     "reduce_window_max reduce_window_min reduce_window_sum"
 )

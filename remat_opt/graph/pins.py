@@ -112,7 +112,7 @@ class _PinsOfRun:
             self.before.append(known)
             self.frees.append(self.freed_by(op, self.start + index))
             self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
-            if self.graph.ops[op].kind is Kind.REDUCTION or self.is_step_of_loop and self.makes_large(op):
+            if self.graph.ops[op].kind is Kind.REDUCTION or (self.is_step_of_loop and self.makes_large(op)):
                 for value in self.graph.ops[op].inputs:
                     self.reductions_of[value] = self.reductions_of.get(value, 0) | 1 << index
         return found

@@ -55,6 +55,11 @@ class LoopChoice:
         if self.chunk is None and (self.in_chunk or self.earlier):
             raise ValueError("expected a chunk with in_chunk or earlier, got chunk=None; write saved=… for one level")
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether steps are in their own order and chunks keep nothing but carries, all in one way."""
+        return not self.earlier and not self.in_chunk and self.step_bytes is None
+
     def groups(self, length: int) -> tuple[Chunks, ...]:
         """Two levels: all chunks of a loop of so many steps, but its last one, which is turned round at once."""
         return *self.earlier, Chunks(self._whole_chunks(length), self._steps_in_chunk, self.in_chunk)

@@ -150,7 +150,8 @@ def ways_to_write(
     """
     found, options, share = _options_of(program, rates, aliases, keep_checkpoints, steps)
     as_given = [pair.options[0] for pair in options]
-    ways = [as_given, *(list(picked) for picked in zip(*(_once_and_twice(pair, share) for pair in options)))]
+    both = [_once_and_twice(pair, share) for pair in options]
+    ways = [as_given, *([picked[most] for picked in both] for most in (0, 1))]
     least, plain = max(needed(within_budget(options, 0)), 1), max(needed(as_given), 1)
     ways += (within_budget(options, int(least * (plain / least) ** (level / levels))) for level in range(levels))
     different: dict[tuple, LoopChoices] = {}

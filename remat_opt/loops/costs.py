@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Collection, Iterable, Sequence
 
 from remat_opt.graph.build import Bridge, build, bytes_of, flops_of, peak_as_written, workspace_of_loops
@@ -150,6 +151,7 @@ class PairCosts:
             runs += _steps_again(self.pair.length, alone, choice, True)
         else:
             last = Chunks(1, choice.last_chunk(self.pair.length), choice.in_chunk)
+            runs.append((self.pair.length, self._selected(choice, groups, repeats)))
             for chunks, group in zip((*groups, last), (*of_group, of_group[-1]), strict=True):
                 runs += _steps_again(chunks.number, alone, choice, True)
                 runs += _steps_again(chunks.number * (chunks.steps - 1), group, choice, group is alone)
@@ -172,6 +174,19 @@ class PairCosts:
             self.known_first[wanted] = self.work(slice_back(loop, wanted).equations)
         return [(length, self.known_first[wanted]), (-length, self.work(range(len(self.flops))))]
 
+    def _selected(self, choice: LoopChoice, groups: Sequence[Chunks], repeats: Recomputations) -> Work:
+        """What a step of the forward loop selects for the stacks that may not be written by every step."""
+        loop = self.pair.forward
+        values = [
+            loop.body_carry[at]
+            for chunks, again in zip(groups, repeats.of_group, strict=True)
+            for at in again.advanced
+            if chunks.number
+        ]
+        if choice.last_chunk(self.pair.length) > 1:
+            values += repeats.last_chunk.in_chunk
+        return Work(sum(math.prod(loop.body.avals[value].shape) for value in values), 0.0)
+
     def steps(self, saved: frozenset[int], in_chunk: frozenset[int] | None) -> RepeatedStep:
         """What a step repeats; `in_chunk` is None for one level."""
         if (saved, in_chunk) not in self.known_steps:
@@ -182,8 +197,9 @@ class PairCosts:
                 costs = self.step_search.costs(step)
             else:
                 costs = StepCosts((StepCost(peak_as_written(step.program, self.rates), 0.0, 0.0),))
-            works = (self.work(equations.equations) for equations in (again.again, again.advance))
-            self.known_steps[saved, in_chunk] = RepeatedStep(again, *works, costs)
+            self.known_steps[saved, in_chunk] = RepeatedStep(
+                again, self.work(again.again.equations), self.work(again.advance.equations), costs
+            )
         return self.known_steps[saved, in_chunk]
 
     def work(self, equations: Iterable[int]) -> Work:

@@ -9,9 +9,6 @@ from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation, Recomputations
 
-# What earlier chunks work with lies where the carries of later ones were, which is cut into pieces of other sizes.
-LOST_IN_GAPS = 0.08
-
 
 def memory_of(
     pair: Pair, choice: LoopChoice, repeats: Recomputations, peak_of_step: Callable[[Recomputation], int]
@@ -39,8 +36,7 @@ def memory_of(
 
     # From the chunks that are turned round last to those that are first.
     needed = firsts = saved
-    groups = choice.groups(pair.length)
-    for chunks, again in zip(groups, repeats.of_group, strict=True):
+    for chunks, again in zip(choice.groups(pair.length), repeats.of_group, strict=True):
         if chunks.number:
             firsts += chunks.number * carries(again.advanced)
             working, step = chunks.steps * carries(repeats.alone.carries), alone
@@ -48,8 +44,7 @@ def memory_of(
                 held = carries(again.carries) + size(again.in_chunk)
                 working = (chunks.steps - 1) * held + carries(again.advanced)
                 step = max(alone, peak_of_step(again))
-            lost = 0 if chunks is groups[-1] else int(LOST_IN_GAPS * working)
-            needed = max(needed, firsts + working + lost + step)
+            needed = max(needed, firsts + working + step)
     last, again = choice.last_chunk(pair.length), repeats.last_chunk
     kept = firsts + last * carries(repeats.alone.carries) + (last - 1) * size(again.in_chunk)
     step = max(alone, peak_of_step(again)) if again.in_chunk and last > 1 else alone

@@ -101,11 +101,13 @@ class _Options:
         """Peaks of a step that are worth a try, from its own order on: the least bytes for some shares of FLOPs."""
         schedules = self.costs.steps(saved, None).costs.schedules
         levels: list[int | None] = [None]
-        for share in LEVELS_OF_STEPS if len(schedules) > 1 else ():
+        above = self.costs.steps(saved, None).costs.in_order.peak
+        for share in LEVELS_OF_STEPS:
             most = share * self.costs.as_given.flops / self.length
             peak = min(one.peak for one in schedules if one.extra_flops <= most)
-            if peak <= APART * (levels[-1] or schedules[-1].peak):
+            if peak <= APART * above:
                 levels.append(peak)
+                above = peak
         return levels
 
     def in_chunks_of_several_kinds(self) -> list[Option]:
@@ -119,9 +121,7 @@ class _Options:
         found: dict[LoopChoice, Option] = {}
         for level in self.step_levels(frozenset()):
             for kind in kinds:
-                main = LoopChoice(
-                    chunk=kind.steps, update=self.updates[-1], in_chunk=kind.in_chunk, step_bytes=level
-                )
+                main = LoopChoice(chunk=kind.steps, update=self.updates[-1], in_chunk=kind.in_chunk, step_bytes=level)
                 tried = [(), *((self.some(earlier, share),) for earlier in kinds for share in (0.25, 0.5, 0.75))]
                 for earlier in tried:
                     choice = dataclasses.replace(main, earlier=earlier)

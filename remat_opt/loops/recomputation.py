@@ -161,9 +161,7 @@ def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
         instead[pair.backward.body_xs[at] + shift] = atom if isinstance(atom, Constant) else instead.get(atom, atom)
 
     def placed(equation: Equation, start: int) -> Equation:
-        inputs = tuple(
-            x if isinstance(x, Constant) else instead.get(x + start, x + start) for x in equation.inputs
-        )
+        inputs = tuple(x if isinstance(x, Constant) else instead.get(x + start, x + start) for x in equation.inputs)
         return dataclasses.replace(equation, inputs=inputs, outputs=tuple(x + start for x in equation.outputs))
 
     own = [value + shift for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]

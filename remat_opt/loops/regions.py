@@ -15,6 +15,7 @@ from remat_opt.loops.steps import Emit
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
 
+
 @dataclasses.dataclass(frozen=True)
 class Body:
     """A body in segments.

@@ -299,11 +299,11 @@ class ReverseLoop:
         of_forward, of_backward, of_update = slices
         carries, residuals = held[: len(kept.carries)], held[len(kept.carries) :]
         carries, cotangents = self.together(carries, cotangents)
-        slice_now = _slice_apart if self.writer.slices_apart else _slice
-        given_now = {
-            given: self.slice_of(stack, index, slice_now)
-            for given, stack in zip(self.in_place.values(), in_place, strict=True)
-        }
+        stacks = zip(self.in_place.values(), in_place, strict=True)
+        if self.writer.slices_apart:
+            given_now = {given: lax.optimization_barrier(_slice(stack, index)) for given, stack in stacks}
+        else:
+            given_now = {given: self.slice_of(stack, index) for given, stack in stacks}
         again = self.forward_environment(dict(zip(kept.carries, carries, strict=True)))
         again |= of_forward | {v: given_now[a] for v, a in self.forward_in_place.items()}
         again |= dict(zip(kept.in_chunk, residuals, strict=True))
@@ -380,10 +380,6 @@ class ReverseLoop:
 
 def _slice(stack: Any, index: jax.Array) -> Any:
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
-
-
-def _slice_apart(stack: Any, index: Any) -> Any:
-    return lax.optimization_barrier(_slice(stack, index))
 
 
 def _slice_as_it_is(stack: Any, index: Any) -> Any:

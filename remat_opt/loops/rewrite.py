@@ -11,8 +11,8 @@ import jax
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.constants import constant_equations
-from remat_opt.loops.pairs import Pair
 from remat_opt.loops.memory import memory_of
+from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation, joint_step, recomputations
 from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import find_update

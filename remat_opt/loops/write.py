@@ -234,8 +234,8 @@ class PairWriter:
             return None
         step = joint_step(self.pair, again, self.program)
         costs = self.steps.costs(step)
-        cost = costs.within(self.choice.step_bytes) if again is self.repeats.alone else costs.sparing(self.choice.step_bytes)
-        emit = self.steps.written(step, cost.peak)
+        cost = costs.within if again is self.repeats.alone else costs.sparing
+        emit = self.steps.written(step, cost(self.choice.step_bytes).peak)
         return StepBody(step, emit) if emit else None
 
 

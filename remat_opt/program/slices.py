@@ -1,8 +1,8 @@
 """Slices that can be read again.
 
-A slice depends on nothing but its stack and its index. What is computed of it twice, a compiler computes once and keeps,
-or it keeps the slice: beside the stack, from which it could be read again. Behind a barrier with what is computed just
-before the second use, the index is another one to the compiler.
+A slice depends on nothing but its stack and its index. What is computed of it twice, a compiler computes once and
+keeps, or it keeps the slice, beside the stack from which it could be read again. Behind a barrier with what is computed
+just before the second use, the index is another one to the compiler.
 """
 
 from __future__ import annotations

@@ -162,12 +162,18 @@ def _loops(explanation: Explanation) -> list[str]:
             kept += (
                 f", and for so many steps at a time {format_count(len(choice.in_chunk), 'tensor')} that are made again"
             )
+        for chunks in choice.earlier:
+            kept += f"; in its first {chunks.all_steps} steps at every {chunks.steps}."
+            if chunks.in_chunk:
+                kept += f", with {format_count(len(chunks.in_chunk), 'tensor')} for so many steps at a time"
         sizes = (
             f", {format_bytes(loop.given_bytes)} → {format_bytes(loop.bytes)}"
             if loop.given_bytes and loop.bytes
             else ""
         )
         update = "; the optimizer's update is done inside the backward loop" if choice.update else ""
+        if choice.step_bytes is not None:
+            update = f"; each step is scheduled for {format_bytes(choice.step_bytes)}{update}"
         text = f"{loop.length} steps{sizes}: keeps {kept}{update}"
         lines += textwrap.wrap(text, WIDTH, initial_indent="  ", subsequent_indent="    ")
     return lines
