@@ -15,17 +15,22 @@ from jax.extend.core import primitives
 from test_loops_values import RATES, captured, run
 
 import remat_opt
+from benchmarks.loop_networks import gpt
 from remat_opt.examples import make_example
 from remat_opt.graph.build import build
 from remat_opt.loops.choice import LoopChoice
-from remat_opt.loops.choose import choose, needed
-from remat_opt.loops.options import best_chunk
+from remat_opt.loops.choose import LoopChoices, choose, needed
+from remat_opt.loops.costs import PairCosts
+from remat_opt.loops.options import PairOptions, best_chunk
 from remat_opt.loops.pairs import EFFECTS, OFFLOADED, REFERENCES, find_pairs
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
+from remat_opt.prepared import prepare
 from remat_opt.program import compat
+from remat_opt.program.capture import capture
 from remat_opt.program.fingerprint import fingerprint
-from remat_opt.targets import measure_flat
+from remat_opt.targets import measure_flat, resolve_target
+from remat_opt.targets.options import compiler_options_for
 
 
 def bytes_between(program):
@@ -387,10 +392,11 @@ def test_a_step_with_loops_inside_other_transforms():
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), one, other)
 
 
-def test_a_step_that_is_scheduled_needs_less(h200):
+def test_a_step_that_is_scheduled_needs_less():
     """Attention and the products after it are not there at once: by the compiler's word."""
-    example = make_example("gpt_scan", batch=4, size=256, small=True)
-    found = capture(jax.jit(example.train_step, donate_argnums=example.donate_argnums), example.abstract_args, {})
+    step, arguments = gpt(layers=4, time=128, batch=4, vocabulary=64)
+    found = capture(jax.jit(step, donate_argnums=0), arguments, {})
+    h200 = resolve_target("h200")
     prepared = prepare(found, h200)
     (pair,) = find_pairs(found.program).pairs
     costs = PairCosts(pair, found.program, prepared.rates, None, prepared.step_search())
