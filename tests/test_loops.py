@@ -394,7 +394,7 @@ def test_a_step_with_loops_inside_other_transforms():
 
 def test_a_step_that_is_scheduled_needs_less():
     """Attention and the products after it are not there at once: by the compiler's word."""
-    step, arguments = gpt(layers=4, time=128, batch=4, vocabulary=64)
+    step, arguments = gpt(layers=2, time=512, batch=2, vocabulary=64)
     found = capture(jax.jit(step, donate_argnums=0), arguments, {})
     h200 = resolve_target("h200")
     prepared = prepare(found, h200)
