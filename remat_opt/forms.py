@@ -116,11 +116,10 @@ class Forms:
         return twice if twice.peak <= (1 - WORTH_A_SECOND) * once.peak else once
 
     def limited(self, most: float) -> Iterable[Found]:
-        """The least memory of each form with at most a share of the step's FLOPs as extra ones; more than one forward
-        pass where loops are recurrent."""
+        """The least memory of each form with at most a share of the step's FLOPs as extra ones."""
         for number, form in enumerate(self.all):
-            recurrent = form.loops is not None and form.loops.has_recurrent
-            flops = (most if recurrent else min(most, MOST_EXTRA)) * self.given.bridge.graph.flops
+            bearable = form.loops.most_extra if form.loops is not None else MOST_EXTRA
+            flops = min(most, bearable) * self.given.bridge.graph.flops
             with part(number, len(self.all)):
                 found = self.found(form, None)
                 if form.given is None or found.extra_flops <= flops:

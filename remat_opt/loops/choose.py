@@ -4,7 +4,7 @@ Least memory: for each pair the option with the fewest bytes among those that co
 `MOST_EXTRA` of the program's FLOPs, of which each pair has its part. A second extra forward pass, as two levels need,
 is paid in recurrent networks where it takes a good part of the bytes away, `WORTH_A_SECOND`: their loops are as long as
 sequences, and a step's time is that of its weights, which every step reads again. In a loop over layers it is the
-network's whole forward pass, and users have it by a budget.
+network's whole forward pass, half of which may be paid for as much, `MOST_EXTRA_OF_LAYERS`; a budget may ask for more.
 
 Under a budget: the options with the least extra time that fit, found by exchanging one pair's option at a time for a
 smaller one, that with the fewest seconds for each byte first.
@@ -26,6 +26,7 @@ from remat_opt.program.inline import Program
 
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70
+MOST_EXTRA_OF_LAYERS = 0.50
 WORTH_A_SECOND = 0.15
 WORTH_WRITING = 0.98  # an option with more than this part of the bytes as given is no gain
 
@@ -99,9 +100,12 @@ class LoopChoices:
         return sum(self._picked(at, choice).extra_seconds for at, choice in self.chosen)
 
     @property
-    def has_recurrent(self) -> bool:
-        """Whether a recurrent loop is written again."""
-        return bool(self.options) and any(self.options[at].is_recurrent for at, _ in self.chosen)
+    def most_extra(self) -> float:
+        """The most extra FLOPs, as a part of the step's, for much less memory."""
+        if not self.chosen or not self.options:
+            return MOST_EXTRA
+        recurrent = any(self.options[at].is_recurrent for at, _ in self.chosen)
+        return MOST_EXTRA_TWICE if recurrent else MOST_EXTRA_OF_LAYERS
 
     def _picked(self, at: int, choice: LoopChoice) -> Option:
         return next(option for option in self.options[at].options if option.choice == choice)
@@ -194,7 +198,8 @@ def least_bytes(pair: PairOptions, share: float = 1.0) -> Option:
 def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
     """The fewest bytes with one extra forward pass, and with two."""
     once = _fewest_bytes(pair, MOST_EXTRA * share)
-    return once, _fewest_bytes(pair, MOST_EXTRA_TWICE * share) if pair.is_recurrent else once
+    most = MOST_EXTRA_TWICE if pair.is_recurrent else MOST_EXTRA_OF_LAYERS
+    return once, _fewest_bytes(pair, most * share)
 
 
 def _fewest_bytes(pair: PairOptions, most: float) -> Option:

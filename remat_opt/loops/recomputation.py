@@ -182,6 +182,7 @@ def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
             *(placed(equation, shift) for equation in backward.equations),
         ),
         outputs=tuple(x if isinstance(x, Constant) else instead.get(x + shift, x + shift) for x in backward.outputs),
+        marks=program.marks,
     )
     repeats_all = not again.saved and not again.in_chunk
     return JointStep(joint, shift, tuple(value in cotangents for value in joint.inputs), repeats_all)
