@@ -20,6 +20,7 @@ MOST_SAVED_SETS = 8
 MOST_HELD_SETS = 6  # of residuals that chunks may keep
 FEW_STEPS = (2, 3, 4, 5)  # of chunks that keep residuals
 LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
+WORTH_GATHERING = 0.85
 FEWEST_STEPS = 6  # of loops that are worth several kinds of chunks
 MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
 MOST_ROUNDS = 12  # in which choices like the best ones are tried
@@ -95,7 +96,14 @@ class _Options:
             for in_chunk, chunk in self.chunks_with_residuals():
                 found += [self.costs.option(LoopChoice(chunk=chunk, update=u, in_chunk=in_chunk)) for u in self.updates]
             found += self.in_chunks_of_several_kinds()
-        return found
+        return found if self.costs.program.marks is None else self.worth_gathering(found)
+
+    def worth_gathering(self, options: list[Option]) -> list[Option]:
+        """Where arrays are divided among devices, chunks only if they take much less than the carry of each step: what
+        a chunk repeats to come to its steps gathers their weights once more."""
+        in_chunks = [option for option in options if option.choice is not None and option.choice.chunk is not None]
+        least = min(option.bytes for option in options if option not in in_chunks)
+        return [one for one in options if one not in in_chunks or one.bytes <= WORTH_GATHERING * least]
 
     def step_levels(self, saved: frozenset[int]) -> list[int | None]:
         """Peaks of a step that are worth a try, from its own order on: the least bytes for some shares of FLOPs."""
