@@ -303,7 +303,8 @@ def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
         Chunks(int(one["number"]), int(one["steps"]), frozenset(map(int, one["in_chunk"])))
         for one in loop.get("earlier", ())
     )
-    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, loop.get("step_bytes"))
+    step_bytes = None if loop.get("step_bytes") is None else int(loop["step_bytes"])
+    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, step_bytes)
 
 
 def _digest_of_schedule(document: dict[str, Any]) -> str:

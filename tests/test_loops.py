@@ -1,5 +1,6 @@
 """Which loops are pairs, what each can be, what is chosen, and what `optimize` makes of it."""
 
+import dataclasses
 import functools
 import math
 import re
@@ -18,11 +19,13 @@ import remat_opt
 from benchmarks.loop_networks import gpt
 from remat_opt.examples import make_example
 from remat_opt.graph.build import build
-from remat_opt.loops.choice import LoopChoice
+from remat_opt.looping import SearchedSteps
+from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.choose import LoopChoices, choose, needed
 from remat_opt.loops.costs import PairCosts
 from remat_opt.loops.options import PairOptions, best_chunk
 from remat_opt.loops.pairs import EFFECTS, OFFLOADED, REFERENCES, find_pairs
+from remat_opt.loops.recomputation import joint_step, recomputation
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
 from remat_opt.prepared import prepare
@@ -414,3 +417,26 @@ def test_a_step_that_is_scheduled_needs_less():
         )
     expected = costs.option(LoopChoice()).bytes - costs.option(LoopChoice(step_bytes=most)).bytes
     assert measured[0] - measured[1] > 0.5 * expected > 0
+
+
+def test_steps_that_are_divided_among_devices_stay_in_their_order():
+    """Their communication is counted on the step as it was read."""
+    step, arguments = gpt(layers=2, time=512, batch=2, vocabulary=64)
+    found = capture(jax.jit(step, donate_argnums=0), arguments, {}).program
+    counts = []
+    for program in (found, dataclasses.replace(found, marks="")):
+        (pair,) = find_pairs(program).pairs
+        joint = joint_step(pair, recomputation(pair, LoopChoice()), program)
+        counts.append(len(SearchedSteps(RATES, "cuda").costs(joint).schedules))
+    assert counts[0] > 1
+    assert counts[1] == 1
+
+
+def test_a_plan_says_which_chunks_there_are_and_how_steps_are_scheduled():
+    step, arguments = long_lstm(20)
+    plan = remat_opt.optimize(jax.jit(step, donate_argnums=0), verify=False).plan(*arguments)
+    choice = LoopChoice(chunk=3, in_chunk=frozenset({7}), earlier=(Chunks(2, 4, frozenset({5, 6})),), step_bytes=9000)
+    edited = dataclasses.replace(plan, loops=((0, choice),))
+    assert remat_opt.Plan.from_json(edited.to_json()).loops == ((0, choice),)
+    with pytest.raises(ValueError, match="at least 1 step"):
+        Chunks(2, 0)

@@ -6,7 +6,8 @@ read that layer's input, and the gradient of the input is as large: where it is 
 So the second is made to wait, by a barrier over one of its operands and a result of the first.
 
 And where a reduction and a later kernel compute the same elementwise values of the same buffers, as in a batch norm's
-backward pass, a compiler lets the reduction store these values, each as large as the buffers. Read behind a barrier
+backward pass, a compiler lets the reduction store these values, each as large as the buffers. So it does with what an
+activation and its derivative have in common. Read behind a barrier
 that waits for the reduction, the buffers are others to the compiler, and the values are computed again.
 """
 
@@ -22,7 +23,7 @@ from remat_opt.graph.schedule import Schedule
 # Parts of the peak: what a kernel reads must be worth a barrier, and without the order the peak must be in reach.
 WORTH_A_PIN = 0.02
 NEAR_THE_PEAK = 0.85
-LARGE = 0.1
+LARGE = 0.1  # what elementwise work makes, so that a derivative of it is looked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -123,8 +124,8 @@ class _PinsOfRun:
         return self.graph.ops[op].kind is Kind.ELEMENTWISE and made >= LARGE * self.liveness.peak
 
     def reduced_before(self, op: int, index: int) -> dict[int, int]:
-        """Large buffers that the kernel reads and that a reduction before it reads, too; for each a value that shows
-        that this reduction is done."""
+        """Large buffers that the kernel reads and that a reduction before it reads, too, or in a step of a loop
+        elementwise work that makes as large a one; for each a value that shows that this is done."""
         graph, peak = self.graph, self.liveness.peak
         read = (v for v in graph.ops[op].inputs if graph.producer[v] >= 0 or v in self.slices)
         large = [v for v in read if graph.sizes[v] >= WORTH_A_PIN * peak]

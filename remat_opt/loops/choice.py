@@ -20,6 +20,10 @@ class Chunks:
     steps: int
     in_chunk: frozenset[int] = frozenset()
 
+    def __post_init__(self):
+        if self.number < 0 or self.steps < 1:
+            raise ValueError(f"expected chunks of at least 1 step, got {self.number} of {self.steps} steps")
+
     @property
     def all_steps(self) -> int:
         """Steps of all the chunks."""

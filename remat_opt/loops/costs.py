@@ -72,10 +72,6 @@ class RepeatedStep:
     advance: Work
     costs: StepCosts
 
-    def schedule(self, choice: LoopChoice, is_alone: bool) -> StepCost:
-        """Of a step for a choice; of one whose residuals its chunk kept, if it is not alone."""
-        return self.costs.within(choice.step_bytes) if is_alone else self.costs.sparing(choice.step_bytes)
-
 
 class PairCosts:
     """What a pair costs, however it is written.
@@ -144,7 +140,9 @@ class PairCosts:
         alone = self.steps(choice.saved, None if choice.chunk is None else frozenset())
         of_group = [self.steps(choice.saved, chunks.in_chunk) for chunks in groups]
         repeats = Recomputations(alone.repeats, tuple(group.repeats for group in of_group))
-        peaks = {one.repeats: one.schedule(choice, one is alone).peak for one in (alone, *of_group)}
+        peaks = {
+            one.repeats: one.costs.chosen(choice.step_bytes, is_alone=one is alone).peak for one in (alone, *of_group)
+        }
         kept, transient = memory_of(self.pair, choice, repeats, peaks.__getitem__)
         runs = self._forward_again(choice, repeats)
         if choice.chunk is None:
@@ -221,5 +219,5 @@ class PairCosts:
 
 
 def _steps_again(times: int, step: RepeatedStep, choice: LoopChoice, is_alone: bool) -> list[tuple[int, Work]]:
-    schedule = step.schedule(choice, is_alone)
+    schedule = step.costs.chosen(choice.step_bytes, is_alone=is_alone)
     return [(times, step.again), (times, Work(schedule.extra_flops, schedule.extra_seconds))]

@@ -20,14 +20,14 @@ MOST_SAVED_SETS = 8
 MOST_HELD_SETS = 6  # of residuals that chunks may keep
 FEW_STEPS = (2, 3, 4, 5)  # of chunks that keep residuals
 LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
-WORTH_GATHERING = 0.85
+WORTH_GATHERING = 0.85  # of the least bytes without chunks, where these gather divided weights once more
 FEWEST_STEPS = 6  # of loops that are worth several kinds of chunks
 MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
 MOST_ROUNDS = 12  # in which choices like the best ones are tried
 MOST_IN_A_ROUND = 60
 FEW_MORE = 0.01  # FLOPs as a part of the pair's
-HARDLY_APART = 0.99  # the same for those that no other one beats
 APART = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
+HARDLY_APART = 0.99  # the same for those that no other one beats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -127,8 +127,7 @@ class Splicing:
 
         def peak_of_step(again: Recomputation) -> int:
             costs = steps.costs(joint_step(pair, again, self.program))
-            cost = costs.within if again is writer.repeats.alone else costs.sparing
-            return cost(choice.step_bytes).peak
+            return costs.chosen(choice.step_bytes, is_alone=again is writer.repeats.alone).peak
 
         _, needed = memory_of(pair, choice, writer.repeats, peak_of_step)
         regions = [one for one in self.instead[pair.backward_index] if compat.jaxprs_in(one.params)]

@@ -52,6 +52,10 @@ class StepCosts:
             return self.in_order
         return next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
 
+    def chosen(self, most_bytes: int | None, *, is_alone: bool) -> StepCost:
+        """Of a step that starts from its carries alone, or of one whose chunk kept residuals for it."""
+        return self.within(most_bytes) if is_alone else self.sparing(most_bytes)
+
     def sparing(self, most_bytes: int | None) -> StepCost:
         """The least memory for about the FLOPs of `within`: for a step that reads more of its operands from stacks than
         its costs know, as slices that a compiler stores."""

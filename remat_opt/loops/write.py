@@ -233,9 +233,8 @@ class PairWriter:
         if self.choice.step_bytes is None or self.steps is None:
             return None
         step = joint_step(self.pair, again, self.program)
-        costs = self.steps.costs(step)
-        cost = costs.within if again is self.repeats.alone else costs.sparing
-        emit = self.steps.written(step, cost(self.choice.step_bytes).peak)
+        cost = self.steps.costs(step).chosen(self.choice.step_bytes, is_alone=again is self.repeats.alone)
+        emit = self.steps.written(step, cost.peak)
         return StepBody(step, emit) if emit else None
 
 

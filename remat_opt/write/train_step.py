@@ -118,7 +118,7 @@ class _Writer:
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
     def wait(self, pin: Pin, environment: dict[int, Any]) -> None:
-        for value in self.slices.keys() & pin.operands:
+        for value in sorted(self.slices.keys() & pin.operands):
             self.read_again(value, pin.results, environment)
         together = (*(value for value in pin.operands if value not in self.slices), *pin.results)
         behind = lax.optimization_barrier([environment[value] for value in together])
