@@ -48,6 +48,7 @@ MOVES = named(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
     "stop_gradient transpose"
 ) | {compat.pvary_p, compat.barrier_p, compat.layout_constraint_p}
+_GPUS = frozenset({"cuda", "rocm"})
 _OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
     "reduce_window_max reduce_window_min reduce_window_sum"
 )
@@ -85,6 +86,8 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
         platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
     """
     known_workspaces = dict(program.workspaces)
+    turned = _turned_kernels(program) if platform in _GPUS else {}
+    turned_by: dict[int, int] = {}
     constant_equations: dict[int, int] = {}
     ops: list[Op] = []
     equation_of: list[int] = []
@@ -92,7 +95,11 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
         if is_constant(equation, constant_equations):
             constant_equations.update(dict.fromkeys(equation.outputs, index))
             continue
+        if turned.keys() & equation.outputs:
+            turned_by.update(dict.fromkeys(equation.outputs, index))
+            continue
         op = op_of(program, equation, rates, constant_equations)
+        op = dataclasses.replace(op, inputs=tuple(dict.fromkeys(turned.get(value, value) for value in op.inputs)))
         if without_scatter(equation, platform):
             op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
         else:
@@ -123,10 +130,27 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
         fusion.graph,
         program,
         tuple(equation_of[op] for op in fusion.op_of),
-        {**constant_equations, **virtual},
+        {**constant_equations, **turned_by, **virtual},
         platform,
         program.opaque | fusion.sums,
     )
+
+
+def _turned_kernels(program: Program) -> dict[int, int]:
+    """For each kernel that is reversed for convolutions alone the kernel as it was.
+
+    XLA's GPU compiler sees that a convolution is the gradient of one where the kernel's reversal is its operand. Of a
+    kernel that was reversed on the other side of a barrier it would write the image with the stride's zeros.
+    """
+    turned = {e.outputs[0]: e.inputs[0] for e in program.equations if e.primitive is P.rev_p}
+    other = {value for value in program.outputs if isinstance(value, int)}
+    for equation in program.equations:
+        other.update(x for at, x in enumerate(equation.inputs) if isinstance(x, int) and not _is_kernel(equation, at))
+    return {value: kernel for value, kernel in turned.items() if isinstance(kernel, int) and value not in other}
+
+
+def _is_kernel(equation: Equation, operand: int) -> bool:
+    return equation.primitive is P.conv_general_dilated_p and operand == 1
 
 
 def is_constant(equation: Equation, known: dict[int, int]) -> bool:

@@ -13,10 +13,12 @@ class Rates:
     Attributes:
         bandwidth: bytes per second between memory and arithmetic.
         flops: FLOP/s of matrix work by dtype name.
+        price: what searches pay with: "seconds", or "flops", which papers count.
     """
 
     bandwidth: float
     flops: Mapping[str, float]
+    price: str = "seconds"
 
     def matrix_rate(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`; float32's where the device says nothing of it."""
@@ -24,7 +26,7 @@ class Rates:
 
 
 def roofline(flops: float, moved: float, dtype: str, rates: Rates, *, matrix: bool) -> float:
-    """Seconds of one op.
+    """Seconds of one op; those that its FLOPs would take as matrix work where FLOPs are the price.
 
     Args:
         flops: floating point operations.
@@ -33,5 +35,7 @@ def roofline(flops: float, moved: float, dtype: str, rates: Rates, *, matrix: bo
         rates: the device.
         matrix: whether the op is a product, for which the matrix units' rate holds; other work is bound by traffic.
     """
+    if rates.price == "flops":
+        return flops / rates.matrix_rate("float32")
     arithmetic = flops / rates.matrix_rate(dtype) if matrix else 0.0
     return max(arithmetic, moved / rates.bandwidth)

@@ -3,8 +3,8 @@
 Least memory: for each pair the option with the fewest bytes among those that cost at most one extra forward pass,
 `MOST_EXTRA` of the program's FLOPs, of which each pair has its part. A second extra forward pass, as two levels need,
 is paid in recurrent networks where it takes a good part of the bytes away, `WORTH_A_SECOND`: their loops are as long as
-sequences, and a step's time is that of its weights, which every step reads again. In a loop over layers it is the
-network's whole forward pass, half of which may be paid for as much, `MOST_EXTRA_OF_LAYERS`; a budget may ask for more.
+sequences, and a step's time is that of its weights, which every step reads again. In a loop over layers it would be the
+network's whole forward pass; a budget may ask for it.
 
 Under a budget: the options with the least extra time that fit, found by exchanging one pair's option at a time for a
 smaller one, that with the fewest seconds for each byte first.
@@ -26,7 +26,6 @@ from remat_opt.program.inline import Program
 
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70
-MOST_EXTRA_OF_LAYERS = 0.50
 WORTH_A_SECOND = 0.15
 WORTH_WRITING = 0.98  # an option with more than this part of the bytes as given is no gain
 
@@ -105,7 +104,7 @@ class LoopChoices:
         if not self.chosen or not self.options:
             return MOST_EXTRA
         recurrent = any(self.options[at].is_recurrent for at, _ in self.chosen)
-        return MOST_EXTRA_TWICE if recurrent else MOST_EXTRA_OF_LAYERS
+        return MOST_EXTRA_TWICE if recurrent else MOST_EXTRA
 
     def _picked(self, at: int, choice: LoopChoice) -> Option:
         return next(option for option in self.options[at].options if option.choice == choice)
@@ -198,7 +197,7 @@ def least_bytes(pair: PairOptions, share: float = 1.0) -> Option:
 def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
     """The fewest bytes with one extra forward pass, and with two."""
     once = _fewest_bytes(pair, MOST_EXTRA * share)
-    most = MOST_EXTRA_TWICE if pair.is_recurrent else MOST_EXTRA_OF_LAYERS
+    most = MOST_EXTRA_TWICE if pair.is_recurrent else MOST_EXTRA
     return once, _fewest_bytes(pair, most * share)
 
 

@@ -13,7 +13,8 @@ from remat_opt.graph.graph import Kind
 from remat_opt.loops.body import Atom, slice_back
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.constants import constant_equations
-from remat_opt.loops.memory import memory_of
+from remat_opt.loops.division import ChunkKind, LastChunk
+from remat_opt.loops.memory import ChunkSizes, chunk_sizes, memory_of
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step, recomputation
 from remat_opt.loops.steps import StepCost, StepCosts, StepSearch
@@ -146,22 +147,46 @@ class PairCosts:
         kept, transient = memory_of(self.pair, choice, repeats, peaks.__getitem__)
         runs = self._forward_again(choice, repeats)
         if choice.chunk is None:
-            runs += _steps_again(self.pair.length, alone, choice, True)
+            runs += _steps_again(self.pair.length, alone, choice.step_bytes, is_alone=True)
         else:
             last = Chunks(1, choice.last_chunk(self.pair.length), choice.in_chunk)
             runs.append((self.pair.length, self._selected(choice, groups, repeats)))
-            for chunks, group in zip((*groups, last), (*of_group, of_group[-1]), strict=True):
-                runs += _steps_again(chunks.number, alone, choice, True)
-                runs += _steps_again(chunks.number * (chunks.steps - 1), group, choice, group is alone)
-                if chunks is not last:
-                    runs.append((chunks.number * (chunks.steps - 1), group.advance))
+            for chunks, group in zip(groups, of_group, strict=True):
+                runs += _chunks_again(chunks, alone, group, choice.step_bytes, is_last=False)
+            runs += _chunks_again(last, alone, of_group[-1], choice.step_bytes, is_last=True)
         return Option(
             choice,
             kept,
             transient + self.gradient_bytes(choice.update),
-            sum(times * work.flops for times, work in runs),
+            _flops_of(runs),
             sum(times * work.seconds for times, work in runs),
         )
+
+    def chunk_kind(self, steps: int, in_chunk: frozenset[int], step_bytes: int | None) -> ChunkKind:
+        """Chunks of several steps, for a division of the loop."""
+        alone, group, sizes = self._chunk(in_chunk, step_bytes, is_last=False)
+        runs = _chunks_again(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=False)
+        return ChunkKind(steps, in_chunk, sizes.turned_round(steps), _flops_of(runs))
+
+    def last_chunk(self, in_chunk: frozenset[int], step_bytes: int | None) -> LastChunk:
+        """The last chunk of such a division."""
+        alone, group, sizes = self._chunk(in_chunk, step_bytes, is_last=True)
+        single, pair = (
+            _flops_of(_chunks_again(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=True))
+            for steps in (1, 2)
+        )
+        return LastChunk(in_chunk, sizes.turned_round(1), sizes.each, single, pair - single)
+
+    def first_bytes(self, in_chunk: frozenset[int]) -> int:
+        """Of the carries that a chunk starts from."""
+        return self._chunk(in_chunk, None, is_last=False)[2].first
+
+    def _chunk(
+        self, in_chunk: frozenset[int], step_bytes: int | None, *, is_last: bool
+    ) -> tuple[RepeatedStep, RepeatedStep, ChunkSizes]:
+        alone, group = self.steps(frozenset(), frozenset()), self.steps(frozenset(), in_chunk)
+        peaks = {one.repeats: one.costs.chosen(step_bytes, is_alone=one is alone).peak for one in (alone, group)}
+        return alone, group, chunk_sizes(self.pair, alone.repeats, group.repeats, peaks.__getitem__, is_last=is_last)
 
     def _forward_again(self, choice: LoopChoice, repeats: Recomputations) -> list[tuple[int, Work]]:
         """The forward loop beyond the one as it is: it leaves out what only the residuals needed."""
@@ -218,6 +243,22 @@ class PairCosts:
         return sum(bytes_of(self.pair.forward.body.avals[value]) for value in values)
 
 
-def _steps_again(times: int, step: RepeatedStep, choice: LoopChoice, is_alone: bool) -> list[tuple[int, Work]]:
-    schedule = step.costs.chosen(choice.step_bytes, is_alone=is_alone)
+def _chunks_again(
+    chunks: Chunks, alone: RepeatedStep, group: RepeatedStep, step_bytes: int | None, *, is_last: bool
+) -> list[tuple[int, Work]]:
+    """What the reverse loop repeats for some chunks; it has all carries of the last one."""
+    others = chunks.number * (chunks.steps - 1)
+    runs = _steps_again(chunks.number, alone, step_bytes, is_alone=True)
+    runs += _steps_again(others, group, step_bytes, is_alone=group is alone)
+    return runs if is_last else [*runs, (others, group.advance)]
+
+
+def _steps_again(
+    times: int, step: RepeatedStep, step_bytes: int | None, *, is_alone: bool
+) -> list[tuple[int, Work]]:
+    schedule = step.costs.chosen(step_bytes, is_alone=is_alone)
     return [(times, step.again), (times, Work(schedule.extra_flops, schedule.extra_seconds))]
+
+
+def _flops_of(runs: Iterable[tuple[int, Work]]) -> float:
+    return sum(times * work.flops for times, work in runs)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from remat_opt.graph.cost import Rates
-from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.costs import Option, PairCosts
+from remat_opt.loops.division import Division, divide, unit_of
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import recomputation
 from remat_opt.loops.steps import StepSearch
@@ -18,14 +19,15 @@ from remat_opt.program.inline import Program
 
 MOST_SAVED_SETS = 8
 MOST_HELD_SETS = 6  # of residuals that chunks may keep
-FEW_STEPS = (2, 3, 4, 5)  # of chunks that keep residuals
+STEPS_OF_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)  # as multiples of the unit of `division.py`
 LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
 WORTH_GATHERING = 0.85  # of the least bytes without chunks, where these gather divided weights once more
 FEWEST_STEPS = 6  # of loops that are worth several kinds of chunks
 MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
-MOST_ROUNDS = 12  # in which choices like the best ones are tried
-MOST_IN_A_ROUND = 60
-FEW_MORE = 0.01  # FLOPs as a part of the pair's
+WORTH_A_KIND = 0.001  # FLOPs as a part of the pair's
+COARSELY = 0.9  # times a number of bytes is the next one, until nothing fits
+LEAST_PART = 0.01  # of the bytes of one level
+FINELY = 120  # numbers of bytes between the most and the least
 APART = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
 HARDLY_APART = 0.99  # the same for those that no other one beats
 
@@ -119,76 +121,46 @@ class _Options:
         return levels
 
     def in_chunks_of_several_kinds(self) -> list[Option]:
-        """Chunks that keep few residuals, and before them others: what none of the others beats, some way apart.
-
-        Some are tried from everywhere, then those like the best ones.
-        """
+        """Chunks that keep few residuals, and before them others: what none of the others beats, some way apart."""
         if self.length < FEWEST_STEPS:
             return []
-        kinds = [Chunks(1, steps, held) for steps in FEW_STEPS if steps < self.length for held in self.held_sets]
         found: dict[LoopChoice, Option] = {}
         for level in self.step_levels(frozenset()):
-            for kind in kinds:
-                main = LoopChoice(chunk=kind.steps, update=self.updates[-1], in_chunk=kind.in_chunk, step_bytes=level)
-                tried = [(), *((self.some(earlier, share),) for earlier in kinds for share in (0.25, 0.5, 0.75))]
-                for earlier in tried:
-                    choice = dataclasses.replace(main, earlier=earlier)
-                    found[choice] = self.costs.option(choice)
-        seen: set[LoopChoice] = set()
-        for _ in range(MOST_ROUNDS):
-            for choice in self.almost_best(found.values(), seen):
-                seen.add(choice)
-                for like in self.like(choice):
-                    if like not in found:
-                        found[like] = self.costs.option(like)
+            for division in self.divisions(level):
+                choice = self.choice_of(division, level)
+                found[choice] = self.costs.option(choice)
         return thinned(found.values())
 
-    def almost_best(self, options: Iterable[Option], seen: Collection[LoopChoice]) -> list[LoopChoice]:
-        """Those that take few more FLOPs than any smaller one: better ones may differ from them in one thing."""
-        found, fewest = [], math.inf
-        for option in sorted(options, key=lambda option: (option.bytes, option.extra_flops)):
-            fewest = min(fewest, option.extra_flops)
-            more = (option.extra_flops - fewest) / self.costs.as_given.flops
-            if more <= FEW_MORE and option.choice is not None and option.choice not in seen:
-                found.append((more, option.choice))
-        return [choice for _, choice in sorted(found, key=lambda one: one[0])[:MOST_IN_A_ROUND]]
+    def divisions(self, level: int | None) -> list[Division]:
+        """The fewest FLOPs for some numbers of bytes, from those of one level of steps down to the least."""
+        kinds = [self.costs.chunk_kind(steps, held, level) for held in self.held_sets for steps in self.steps_of_chunks]
+        last = [self.costs.last_chunk(held, level) for held in self.held_sets]
+        first = max(self.costs.first_bytes(held) for held in self.held_sets)
+        most = self.costs.option(LoopChoice(step_bytes=level)).bytes
 
-    def some(self, kind: Chunks, share: float) -> Chunks:
-        """As many chunks as a share of the steps fills, at least one."""
-        number = max(1, min(round(share * self.length / kind.steps), (self.length - 1) // kind.steps))
-        return dataclasses.replace(kind, number=number)
+        def divided(limits: Sequence[int]) -> list[Division | None]:
+            return divide(self.length, kinds, last, first, limits, MOST_KINDS, WORTH_A_KIND * self.costs.as_given.flops)
 
-    def like(self, choice: LoopChoice) -> Iterator[LoopChoice]:
-        """Choices that differ in one thing."""
-        assert choice.chunk is not None
-        for kind in self.like_kind(Chunks(1, choice.chunk, choice.in_chunk)):
-            yield dataclasses.replace(choice, chunk=kind.steps, in_chunk=kind.in_chunk)
-        groups = choice.earlier
-        several = [(*groups[:at], *instead, *groups[at + 1 :])
-                   for at, group in enumerate(groups)
-                   for instead in [(), *([kind] for kind in self.like_group(group))]]  # fmt: skip
-        if len(groups) < MOST_KINDS - 1:
-            first = groups[0] if groups else Chunks(1, choice.chunk, choice.in_chunk)
-            several += [(dataclasses.replace(kind, number=2), *groups) for kind in self.like_kind(first)]
-        for earlier in several:
-            if sum(chunks.all_steps for chunks in earlier) < self.length:
-                yield dataclasses.replace(choice, earlier=earlier)
+        coarse = [int(most * COARSELY**count) for count in range(round(math.log(LEAST_PART, COARSELY)))]
+        least = min((limit for limit, one in zip(coarse, divided(coarse), strict=True) if one), default=most)
+        fine = [int(most * (least / most) ** (count / FINELY)) for count in range(FINELY + 1)]
+        return [one for one in divided(fine) if one]
 
-    def like_group(self, group: Chunks) -> list[Chunks]:
-        counts = (group.number + more for more in (-4, -2, -1, 1, 2, 4))
-        others = (dataclasses.replace(group, number=max(1, group.all_steps // kind.steps), steps=kind.steps,
-                                      in_chunk=kind.in_chunk) for kind in self.like_kind(group))  # fmt: skip
-        return [*(dataclasses.replace(group, number=number) for number in counts if number > 0), *others]
+    def choice_of(self, division: Division, level: int | None) -> LoopChoice:
+        """The same as a choice; a last chunk that is like those before it is one of them."""
+        earlier, steps, in_chunk = division.earlier, division.last_steps, division.in_last
+        if earlier and steps <= earlier[-1].steps and (steps == 1 or in_chunk == earlier[-1].in_chunk):
+            steps, in_chunk = earlier[-1].steps, earlier[-1].in_chunk
+            earlier = earlier[:-1]
+        return LoopChoice(
+            chunk=steps, update=self.updates[-1], in_chunk=in_chunk, earlier=earlier, step_bytes=level
+        )
 
-    def like_kind(self, kind: Chunks) -> list[Chunks]:
-        """One step more or less, or more or fewer residuals."""
-        at = self.held_sets.index(kind.in_chunk)
-        steps = [count for count in (kind.steps - 1, kind.steps + 1) if 1 < count < self.length]
-        held = [self.held_sets[i] for i in (at - 1, at + 1) if 0 <= i < len(self.held_sets)]
-        return [
-            *(dataclasses.replace(kind, steps=count) for count in steps),
-            *(dataclasses.replace(kind, in_chunk=values) for values in held),
-        ]
+    @functools.cached_property
+    def steps_of_chunks(self) -> list[int]:
+        """Numbers of steps that chunks may have."""
+        unit = unit_of(self.length)
+        return [unit * count for count in STEPS_OF_CHUNKS if 1 < unit * count < self.length]
 
     @functools.cached_property
     def held_sets(self) -> list[frozenset[int]]:

@@ -1,0 +1,208 @@
+"""Which chunks a loop's steps are divided into: the fewest extra FLOPs within a number of bytes, exactly.
+
+The forward loop keeps the first carries of each chunk, and the reverse loop comes to the last chunk first. When it
+turns round chunk k, the first carries of k chunks are still kept, beside what the chunk itself needs: a kind of chunk
+that needs much may be used while k is small, that is for the loop's first steps. Over (chunks so far, steps so far,
+kind of the last chunk, changes of kind so far) that is a shortest path.
+
+Optimal for the model of `memory.py`, but for loops of more than `MOST_UNITS` steps, which are divided in units of a few.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat_opt.loops.choice import Chunks
+
+MOST_UNITS = 128
+SAME = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class ChunkKind:
+    """Chunks that are written alike.
+
+    Attributes:
+        steps: of one chunk.
+        in_chunk: see `Chunks`.
+        bytes: that are needed while one is turned round, beside the first carries of chunks.
+        flops: extra ones of one chunk.
+    """
+
+    steps: int
+    in_chunk: frozenset[int]
+    bytes: int
+    flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class LastChunk:
+    """The last chunk, which the forward loop leaves ready to be turned round.
+
+    Attributes:
+        in_chunk: see `Chunks`.
+        bytes: that are needed for one of a single step, beside the first carries of the others.
+        more_bytes: for each further step.
+        flops: extra ones of one of a single step.
+        more_flops: for each further step.
+    """
+
+    in_chunk: frozenset[int]
+    bytes: int
+    more_bytes: int
+    flops: float
+    more_flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Division:
+    """A division of all steps.
+
+    Attributes:
+        earlier: the chunks from the first step on, without the last one.
+        last_steps: of the last chunk.
+        in_last: what it keeps beside carries.
+        flops: extra ones of all chunks, and `group_flops` for each group.
+    """
+
+    earlier: tuple[Chunks, ...]
+    last_steps: int
+    in_last: frozenset[int]
+    flops: float
+
+
+def divide(
+    length: int,
+    kinds: Sequence[ChunkKind],
+    last: Sequence[LastChunk],
+    first_bytes: int,
+    limits: Sequence[int],
+    most_groups: int,
+    group_flops: float = 0.0,
+) -> list[Division | None]:
+    """Divide a loop for several numbers of bytes.
+
+    Args:
+        length: steps of the loop.
+        kinds: of chunks.
+        last: what the last chunk may be.
+        first_bytes: of the first carries of one chunk.
+        limits: bytes.
+        most_groups: how often the kind may change, and one more.
+        group_flops: what another kind of chunks, which is compiled for itself, has to save.
+
+    Returns:
+        For each limit the division with the fewest extra FLOPs, None where nothing fits.
+    """
+    unit = unit_of(length)
+    kinds = _worth_trying([kind for kind in kinds if kind.steps % unit == 0 and kind.steps < length])
+    groups = (most_groups, group_flops)
+    return _Search(length, unit, kinds, last, first_bytes, np.asarray(limits, np.int64), groups).found()
+
+
+def unit_of(length: int) -> int:
+    """Of how many steps chunks have a multiple."""
+    return -(-length // MOST_UNITS)
+
+
+def _worth_trying(kinds: Sequence[ChunkKind]) -> list[ChunkKind]:
+    """For each number of steps those of which no other one is better in bytes or FLOPs and no worse in both."""
+    found: list[ChunkKind] = []
+    for kind in sorted(kinds, key=lambda kind: (kind.steps, kind.bytes, kind.flops)):
+        if not (found and found[-1].steps == kind.steps and found[-1].flops <= kind.flops):
+            found.append(kind)
+    return found
+
+
+class _Search:
+    """Arrays of FLOPs by (limit, group, kind, units), after each number of chunks."""
+
+    def __init__(
+        self,
+        length: int,
+        unit: int,
+        kinds: Sequence[ChunkKind],
+        last: Sequence[LastChunk],
+        first_bytes: int,
+        limits: np.ndarray,
+        groups: tuple[int, float],
+    ):
+        self.length, self.unit, self.kinds, self.last = length, unit, kinds, last
+        self.first_bytes, self.limits = first_bytes, limits
+        self.most_groups, self.group_flops = groups
+        self.units = (length - 1) // unit + 1  # covered before the last chunk: 0, …, units − 1
+        self.came_from: list[np.ndarray] = []  # for each number of chunks the kind before it changed, else SAME
+        self.best = np.full(len(limits), math.inf)
+        self.best_at = [(0, 0, 0, 0, 0)] * len(limits)  # chunks, group, kind, units, last chunk
+
+    def found(self) -> list[Division | None]:
+        nothing = np.full((len(self.limits), 1, 1, self.units), math.inf)
+        nothing[:, :, :, 0] = 0.0
+        self.end(0, nothing)
+        flops = np.full((len(self.limits), self.most_groups, max(len(self.kinds), 1), self.units), math.inf)
+        for number in range(1, self.units):
+            flops = self.one_more(number, flops)
+            if not np.isfinite(flops).any():
+                break
+            self.end(number, flops)
+        return [self.division(at) if math.isfinite(self.best[at]) else None for at in range(len(self.limits))]
+
+    def one_more(self, number: int, flops: np.ndarray) -> np.ndarray:
+        """After one more chunk; `number` counts it."""
+        before = np.full_like(flops, math.inf)
+        came_from = np.full(flops.shape, SAME, np.int8)
+        if number == 1:
+            before[:, 0, :, 0] = self.group_flops
+        elif self.most_groups > 1:
+            before[:, 1:] = flops[:, :-1].min(axis=2, keepdims=True) + self.group_flops
+            came_from[:, 1:] = flops[:, :-1].argmin(axis=2)[:, :, None]
+        stays = flops <= before
+        before = np.where(stays, flops, before)
+        after = np.full_like(flops, math.inf)
+        origin = np.full(flops.shape, SAME, np.int8)
+        for at, kind in enumerate(self.kinds):
+            steps = kind.steps // self.unit
+            fits = number * self.first_bytes + kind.bytes <= self.limits
+            after[fits, :, at, steps:] = before[fits, :, at, :-steps] + kind.flops
+            origin[:, :, at, steps:] = np.where(stays[:, :, at, :-steps], SAME, came_from[:, :, at, :-steps])
+        self.came_from.append(origin)
+        return after
+
+    def end(self, number: int, flops: np.ndarray) -> None:
+        """Take what ends with a last chunk after so many others."""
+        steps = self.length - self.unit * np.arange(self.units)
+        limits, groups, kinds, units = flops.shape
+        least = flops.reshape(limits, groups * kinds, units).min(axis=1)
+        for at, last in enumerate(self.last):
+            needed = number * self.first_bytes + last.bytes + (steps - 1) * last.more_bytes
+            total = least + last.flops + (steps - 1) * last.more_flops
+            total = np.where(needed[None] <= self.limits[:, None], total, math.inf)
+            here = total.argmin(axis=1)
+            for limit in np.flatnonzero(total.min(axis=1) < self.best):
+                which = flops[limit, :, :, here[limit]].argmin()
+                group, kind = np.unravel_index(which, (groups, kinds))
+                self.best[limit] = total[limit, here[limit]]
+                self.best_at[limit] = (number, int(group), int(kind), int(here[limit]), at)
+
+    def division(self, limit: int) -> Division:
+        number, group, kind, units, last = self.best_at[limit]
+        steps = self.length - units * self.unit
+        chunks: list[ChunkKind] = []
+        while number:
+            chunks.append(self.kinds[kind])
+            before = int(self.came_from[number - 1][limit, group, kind, units])
+            units -= self.kinds[kind].steps // self.unit
+            number -= 1
+            if before != SAME:
+                group, kind = group - 1, before
+        groups: list[Chunks] = []
+        for one in reversed(chunks):
+            if groups and (groups[-1].steps, groups[-1].in_chunk) == (one.steps, one.in_chunk):
+                groups[-1] = dataclasses.replace(groups[-1], number=groups[-1].number + 1)
+            else:
+                groups.append(Chunks(1, one.steps, one.in_chunk))
+        return Division(tuple(groups), steps, self.last[last].in_chunk, float(self.best[limit]))
