@@ -13,7 +13,6 @@ Result = dict[str, Any]
 
 # Ours with the least memory at about one more forward pass; what is asked of it is in the summary.
 OURS = "ours"
-FOR_FLOPS = "ours-flops"
 BY_JAX = ("nn.remat", *POLICIES)
 HEADINGS = {"chen": "√n segments", **{name: f"`{name}`" for name in ("nn.remat",)}}
 
@@ -82,7 +81,7 @@ def below_our_frontier(results: dict[str, Result]) -> list[str]:
 
 def _is_ours(variant: str) -> bool:
     """Ours, at any budget; our frontier ends at the step as it was given."""
-    return variant.partition("@")[0] in (OURS, FOR_FLOPS, "plain")
+    return variant.partition("@")[0] in (OURS, "plain")
 
 
 def _summary(rows: Sequence[Row], results: Results) -> list[str]:
@@ -118,8 +117,6 @@ def _heading(variant: str) -> str:
     if variant.startswith(f"{OURS}@"):
         budget = variant.partition("@")[2]
         return f"ours, {float(budget):.0%} of plain" if budget.replace(".", "").isdigit() else f"ours, as {budget}"
-    if variant.startswith(f"{FOR_FLOPS}@"):
-        return f"ours, fewest FLOPs, as {variant.partition('@')[2]}"
     return HEADINGS.get(variant, f"`{variant}`" if "_" in variant else variant)
 
 

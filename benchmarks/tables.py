@@ -14,7 +14,7 @@ VARIANTS = (
     *POLICIES,
     "ours",
     "ours@nn.remat",
-    "ours-flops@dots_saveable",
+    "ours@dots_saveable",
     "ours@0.5",
     "ours@0.3",
 )

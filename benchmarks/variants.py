@@ -3,7 +3,7 @@
 A variant is named as on the command line: `plain`; `nn.remat`, by hand round every block; `chen`, √n segments; a stock
 policy of `jax.checkpoint` round the whole network; `ours`, the least memory that costs at most one more forward pass;
 `ours@0.5`, ours with half of the plain step's temporary memory; `ours@nn.remat`, ours in the physical peak of another
-variant; `ours-flops@dots_saveable`, the same with the fewest FLOPs and not in the least time.
+variant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.tables import POLICIES, VARIANTS, Row
 from remat_opt.examples import TrainingExample, make_example
 from remat_opt.plan import Plan
 from remat_opt.program import compat
-from remat_opt.targets import CompilationOutOfMemory, Figures, Target, measure_flat, resolve_target
+from remat_opt.targets import CompilationOutOfMemory, Figures, measure_flat, resolve_target
 from remat_opt.targets.options import compiler_options_for
 from remat_opt.version import __version__
 from tests.flop_walk import flops_of
@@ -44,9 +44,6 @@ class _Checkpointed(nn.Module):
 
     def __call__(self, inputs: Any, train: bool) -> Any:
         return nn.remat(lambda network, inputs: network(inputs, train), policy=self.policy)(self.network, inputs)
-
-
-OURS = ("ours", "ours-flops")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,11 +89,11 @@ def write(row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, 
     if variant in ("plain", "nn.remat", *POLICIES):
         return Written(jax.jit(example.train_step, donate_argnums=example.donate_argnums), example)
     name, _, budget = variant.partition("@")
-    if name not in (*OURS, "chen"):
+    if name not in ("ours", "chen"):
         raise ValueError(f"unknown variant {variant!r}; known are {', '.join(VARIANTS)} and ours@ with any fraction")
     step = remat_opt.optimize(
         example.train_step,
-        target=_target_of(name, target),
+        target=target,
         budget=_budget_of(budget, known),
         solver="chen" if name == "chen" else "auto",
         donate_argnums=example.donate_argnums,
@@ -106,11 +103,6 @@ def write(row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, 
         plan = step.plan(*example.abstract_args)
         seconds = step.explain(*example.abstract_args).seconds
     return Written(step, example, plan, sum(spent for stage, spent in seconds.items() if stage != "compile"))
-
-
-def _target_of(name: str, target: str) -> Target:
-    """The target, paid in what a variant counts."""
-    return dataclasses.replace(resolve_target(target), price="flops" if name == "ours-flops" else "seconds")
 
 
 def _budget_of(text: str, known: Mapping[str, Mapping[str, Any]]) -> int | float | None:

@@ -116,6 +116,8 @@ class SearchedSteps:
 
     def _read(self, step: JointStep) -> tuple[Bridge, Problem]:
         bridge = build(step.program, self.rates, step.overwritten, platform=self.platform)
+        graph = dataclasses.replace(bridge.graph, held=step.held.intersection(bridge.graph.outputs))
+        bridge = dataclasses.replace(bridge, graph=graph)
         return bridge, _problem_of(bridge.graph, self.problems)
 
     def _can_be_scheduled(self, program: Program, bridge: Bridge) -> bool:
@@ -129,7 +131,7 @@ def _frontier(step: JointStep, problem: Problem) -> tuple[Solution, ...]:
 
 
 def _problem_of(graph: Graph, known: dict[Any, Problem]) -> Problem:
-    alike = (graph.sizes, graph.ops, graph.inputs, graph.outputs, graph.aliases, graph.constants)
+    alike = (graph.sizes, graph.ops, graph.inputs, graph.outputs, graph.aliases, graph.constants, graph.held)
     return known.setdefault(alike, Problem(graph))
 
 

@@ -111,7 +111,7 @@ class Prepared:
     @property
     def rates(self) -> Rates:
         """What the target can do."""
-        return _rates(self.target)
+        return Rates(self.target.bandwidth, self.target.flops)
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -174,8 +174,7 @@ class Prepared:
 
     def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
         donated, platform = self.captured.donated, self.target.platform
-        rates = dataclasses.replace(self.rates, price="seconds")  # whatever searches pay with
-        return compiled(program, rates, donated, platform=platform, saving_memory=saving_memory)
+        return compiled(program, self.rates, donated, platform=platform, saving_memory=saving_memory)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -199,8 +198,5 @@ def prepare(captured: Captured, target: Target) -> Prepared:
 
 
 def _bridge(program: Program, captured: Captured, target: Target) -> Bridge:
-    return build(program, _rates(target), captured.donated, platform=target.platform)
-
-
-def _rates(target: Target) -> Rates:
-    return Rates(target.bandwidth, target.flops, target.price)
+    rates = Rates(target.bandwidth, target.flops)
+    return build(program, rates, captured.donated, platform=target.platform)

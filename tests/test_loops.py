@@ -218,11 +218,11 @@ def test_chunks_that_keep_their_residuals_take_one_forward_pass():
     found, _, aliases = captured(lambda: long_lstm(400))
     (pair,) = choose(found.program, RATES, aliases).options
     (one_level,) = (o for o in pair.options if o.choice == LoopChoice())
-    in_chunks = [o for o in pair.options if o.choice is not None and o.choice.in_chunk]
-    best = min(in_chunks, key=lambda option: option.bytes)
-    assert best.extra_flops <= 1.02 * one_level.extra_flops
-    assert best.bytes < 0.35 * one_level.bytes
-    twice = min((o for o in pair.options if o.choice is not None and o.choice.chunk), key=lambda option: option.bytes)
+    once = [o for o in pair.options if o.extra_flops <= 1.02 * one_level.extra_flops]
+    best = min(once, key=lambda option: option.bytes)
+    assert best.choice.in_chunk or best.choice.earlier
+    assert best.bytes < 0.25 * one_level.bytes
+    twice = min(pair.options, key=lambda option: option.bytes)
     assert twice.bytes < best.bytes
     assert twice.extra_flops > 1.5 * best.extra_flops
 

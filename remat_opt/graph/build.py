@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -88,6 +89,8 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
     known_workspaces = dict(program.workspaces)
     turned = _turned_kernels(program) if platform in _GPUS else {}
     turned_by: dict[int, int] = {}
+    readers = collections.Counter(x for e in program.equations for x in {*e.inputs} if isinstance(x, int))
+    readers.update(x for x in program.outputs if isinstance(x, int))
     constant_equations: dict[int, int] = {}
     ops: list[Op] = []
     equation_of: list[int] = []
@@ -108,7 +111,7 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
             if inside is None:
                 inside = workspace_of_loops(equation.primitive, equation.params, rates)
             space = max(space, inside)
-            op = dataclasses.replace(op, workspace=space)
+            op = dataclasses.replace(op, workspace=space - _carried_in_place(equation, program, op.inputs, readers))
         ops.append(op)
         equation_of.append(index)
     sizes = [bytes_of(aval) for aval in program.avals]
@@ -173,6 +176,21 @@ def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[in
         seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION or _has_product(equation.params)),
         repeatable=may_run_again(program, equation),
         name=equation.primitive.name,
+    )
+
+
+def _carried_in_place(
+    equation: Equation, program: Program, buffers: Collection[int], readers: Mapping[int, int]
+) -> int:
+    """Bytes of what a loop carries in the buffers that it begins with: those that nothing else reads."""
+    if equation.primitive is not P.scan_p:
+        return 0
+    first, given = equation.params["num_consts"], {*program.inputs}
+    carries = [x for x in equation.inputs[first : first + equation.params["num_carry"]] if isinstance(x, int)]
+    return sum(
+        bytes_of(program.avals[value])
+        for value in carries
+        if value in buffers and value not in given and readers[value] == 1 and carries.count(value) == 1
     )
 
 

@@ -13,12 +13,10 @@ class Rates:
     Attributes:
         bandwidth: bytes per second between memory and arithmetic.
         flops: FLOP/s of matrix work by dtype name.
-        price: what searches pay with: "seconds", or "flops", which papers count.
     """
 
     bandwidth: float
     flops: Mapping[str, float]
-    price: str = "seconds"
 
     def matrix_rate(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`; float32's where the device says nothing of it."""
@@ -26,7 +24,7 @@ class Rates:
 
 
 def roofline(flops: float, moved: float, dtype: str, rates: Rates, *, matrix: bool) -> float:
-    """Seconds of one op; those that its FLOPs would take as matrix work where FLOPs are the price.
+    """Seconds of one op.
 
     Args:
         flops: floating point operations.
@@ -35,7 +33,5 @@ def roofline(flops: float, moved: float, dtype: str, rates: Rates, *, matrix: bo
         rates: the device.
         matrix: whether the op is a product, for which the matrix units' rate holds; other work is bound by traffic.
     """
-    if rates.price == "flops":
-        return flops / rates.matrix_rate("float32")
     arithmetic = flops / rates.matrix_rate(dtype) if matrix else 0.0
     return max(arithmetic, moved / rates.bandwidth)

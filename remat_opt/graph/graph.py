@@ -89,6 +89,7 @@ class Graph:
         outputs: values that the step returns.
         aliases: (input, output) pairs that share one buffer, because the input was donated.
         constants: values that depend on no input; they are made afresh wherever they are read and cost no memory.
+        held: outputs that are buffers until the return, as in a loop's body, where they are no results of the caller's.
         fused: whether elementwise work was merged into its readers (`fusion.fuse`), so that all values are buffers.
     """
 
@@ -99,6 +100,7 @@ class Graph:
     aliases: tuple[tuple[int, int], ...] = ()
     constants: frozenset[int] = frozenset()
     fused: bool = False
+    held: frozenset[int] = frozenset()
 
     def __post_init__(self):
         check(self)

@@ -1,8 +1,8 @@
 """Liveness: how many bytes are live at each moment of a schedule. The only definition of a peak in this project.
 
 What it counts is what a compiler reports as temporary memory: arguments are not counted, results that the caller gets
-are not counted, and a result that takes the place of a donated argument costs a buffer only while that argument is
-still to be read.
+are not counted (but for those of a loop's body, `Graph.held`), and a result that takes the place of a donated argument
+costs a buffer only while that argument is still to be read.
 
 Every value of the graph has to be a buffer, as in the graphs that `fusion.fuse` gives. A schedule's positions are its
 ops, in order, with one more before each recomputed run: its barrier. What a barrier covers is read behind it anyway, so
@@ -126,7 +126,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
 
 def least_possible(graph: Graph) -> int:
     """Bytes that no schedule's peak is below: what some op needs while it runs, its operands, results and workspace."""
-    free = {*graph.inputs, *graph.outputs}
+    free = {*graph.inputs, *graph.outputs} - graph.held
     needed = ({*op.inputs, *op.outputs} - free for op in graph.ops)
     return max(
         (op.workspace + sum(graph.sizes[v] for v in values) for op, values in zip(graph.ops, needed, strict=True)),
@@ -188,10 +188,10 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
 
 
 def _share_places(graph: Graph, lives: Lives, end: int) -> None:
-    """Results cost nothing, but for those that wait for the place of a donated argument."""
+    """Results cost nothing, but for those that are held, or that wait for the place of a donated argument."""
     last = np.full(len(graph.sizes), -1, dtype=np.int64)
     last[lives.value] = np.arange(len(lives))  # the last instance of each value
-    results = last[np.array(graph.outputs, dtype=np.int64)]
+    results = last[np.array([value for value in graph.outputs if value not in graph.held], dtype=np.int64)]
     results = results[results >= len(graph.inputs)]
     if not len(results):
         return

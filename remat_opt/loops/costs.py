@@ -253,9 +253,7 @@ def _chunks_again(
     return runs if is_last else [*runs, (others, group.advance)]
 
 
-def _steps_again(
-    times: int, step: RepeatedStep, step_bytes: int | None, *, is_alone: bool
-) -> list[tuple[int, Work]]:
+def _steps_again(times: int, step: RepeatedStep, step_bytes: int | None, *, is_alone: bool) -> list[tuple[int, Work]]:
     schedule = step.costs.chosen(step_bytes, is_alone=is_alone)
     return [(times, step.again), (times, Work(schedule.extra_flops, schedule.extra_seconds))]
 

@@ -2,10 +2,10 @@
 
 The forward loop keeps the first carries of each chunk, and the reverse loop comes to the last chunk first. When it
 turns round chunk k, the first carries of k chunks are still kept, beside what the chunk itself needs: a kind of chunk
-that needs much may be used while k is small, that is for the loop's first steps. Over (chunks so far, steps so far,
-kind of the last chunk, changes of kind so far) that is a shortest path.
+that needs much may be used while k is small, that is for the loop's first steps. That is a shortest path over states of
+so many chunks, so many steps, so many changes of kind and the kind of the latest chunk.
 
-Optimal for the model of `memory.py`, but for loops of more than `MOST_UNITS` steps, which are divided in units of a few.
+Optimal for the model of `memory.py`, but for loops of more than `MOST_UNITS` steps: these are divided in units.
 """
 
 from __future__ import annotations

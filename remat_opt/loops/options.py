@@ -22,7 +22,7 @@ MOST_HELD_SETS = 6  # of residuals that chunks may keep
 STEPS_OF_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)  # as multiples of the unit of `division.py`
 LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
 WORTH_GATHERING = 0.85  # of the least bytes without chunks, where these gather divided weights once more
-FEWEST_STEPS = 6  # of loops that are worth several kinds of chunks
+FEWEST_STEPS = 3  # of loops that are worth chunks
 MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
 WORTH_A_KIND = 0.001  # FLOPs as a part of the pair's
 COARSELY = 0.9  # times a number of bytes is the next one, until nothing fits
@@ -95,8 +95,6 @@ class _Options:
                 for level in levels
             ]
         if starts_from_carry:
-            for in_chunk, chunk in self.chunks_with_residuals():
-                found += [self.costs.option(LoopChoice(chunk=chunk, update=u, in_chunk=in_chunk)) for u in self.updates]
             found += self.in_chunks_of_several_kinds()
         return found if self.costs.program.marks is None else self.worth_gathering(found)
 
@@ -144,7 +142,7 @@ class _Options:
         coarse = [int(most * COARSELY**count) for count in range(round(math.log(LEAST_PART, COARSELY)))]
         least = min((limit for limit, one in zip(coarse, divided(coarse), strict=True) if one), default=most)
         fine = [int(most * (least / most) ** (count / FINELY)) for count in range(FINELY + 1)]
-        return [one for one in divided(fine) if one]
+        return [one for one in divided(fine) if one and one.earlier]  # else it is no division
 
     def choice_of(self, division: Division, level: int | None) -> LoopChoice:
         """The same as a choice; a last chunk that is like those before it is one of them."""
@@ -152,9 +150,7 @@ class _Options:
         if earlier and steps <= earlier[-1].steps and (steps == 1 or in_chunk == earlier[-1].in_chunk):
             steps, in_chunk = earlier[-1].steps, earlier[-1].in_chunk
             earlier = earlier[:-1]
-        return LoopChoice(
-            chunk=steps, update=self.updates[-1], in_chunk=in_chunk, earlier=earlier, step_bytes=level
-        )
+        return LoopChoice(chunk=steps, update=self.updates[-1], in_chunk=in_chunk, earlier=earlier, step_bytes=level)
 
     @functools.cached_property
     def steps_of_chunks(self) -> list[int]:
@@ -164,31 +160,18 @@ class _Options:
 
     @functools.cached_property
     def held_sets(self) -> list[frozenset[int]]:
-        """Sets of residuals that chunks of few steps may keep."""
+        """Sets of residuals that chunks may keep: none, some that are dear, all."""
         dear = self.saved_sets
         step = max(1, math.ceil((len(dear) - 1) / (MOST_HELD_SETS - 1)))
-        return [dear[0], *reversed(dear[:0:-step])]
+        every = frozenset(self.pair.residuals) - {*self.pair.forward.body.inputs}
+        sets = (dear[0], *reversed(dear[:0:-step]), every)
+        kept = {held: recomputation(self.pair, LoopChoice(chunk=1, in_chunk=held)).in_chunk for held in sets}
+        return [dear[0], *(held for held, values in kept.items() if held and values)]
 
     def chunks(self) -> tuple[int, ...]:
         """Chunk sizes worth a try: about √length, which keeps least, and few steps, which repeat less."""
         root = best_chunk(self.length)
         return tuple(sorted({c for c in (2, 4, root) if 1 < c < self.length}))
-
-    def chunks_with_residuals(self) -> list[tuple[frozenset[int], int]]:
-        """Sets of residuals that chunks may keep, with the numbers of steps that then need least, and fewer."""
-        length, loop = self.length, self.pair.forward
-        if length < 3:
-            return []
-        found = []
-        for wanted in (frozenset(self.pair.residuals) - {*loop.body.inputs}, *self.saved_sets[-1:]):
-            again = recomputation(self.pair, LoopChoice(chunk=1, in_chunk=wanted))
-            held = self.costs.body_bytes((*(loop.body_carry[at] for at in again.carries), *again.in_chunk))
-            if not again.in_chunk or not held:
-                continue
-            first = self.costs.body_bytes(loop.body_carry[at] for at in again.advanced)
-            least = min(range(1, length), key=lambda chunk: first * ((length - 1) // chunk + 1) + held * chunk)
-            found += [(wanted, chunk) for chunk in sorted({least, max(least // 2, 1)}) if 1 < chunk < length]
-        return found
 
 
 def saved_sets(costs: PairCosts) -> list[frozenset[int]]:

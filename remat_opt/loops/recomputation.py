@@ -128,12 +128,14 @@ class JointStep:
             input of the whole step: it makes these itself.
         shift: values of the backward body have their number there plus this one, values of the forward body their own.
         overwritten: for each input whether its buffer may be reused: the cotangents' may.
+        held: what it returns beside the cotangents for the step before: gradients, which wait for their update.
         repeats_all: whether nothing but carries was kept for it.
     """
 
     program: Program
     shift: int
     overwritten: tuple[bool, ...]
+    held: frozenset[int]
     repeats_all: bool
 
 
@@ -185,4 +187,6 @@ def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
         marks=program.marks,
     )
     repeats_all = not again.saved and not again.in_chunk
-    return JointStep(joint, shift, tuple(value in cotangents for value in joint.inputs), repeats_all)
+    held = {x for x in joint.outputs[len(cotangents) :] if isinstance(x, int)} - {*joint.outputs[: len(cotangents)]}
+    overwritten = tuple(value in cotangents for value in joint.inputs)
+    return JointStep(joint, shift, overwritten, frozenset(held), repeats_all)

@@ -214,6 +214,8 @@ class ReverseLoop:
         numbers = jnp.arange(length, dtype=jnp.int32)
         if kept.again is not self.repeats.alone:  # the others find their residuals in the chunk
             state = in_reverse(state, numbers[-1:], self.repeats.alone, kept.of_last)
+            if state[1]:  # loops of one step are none to compilers, which would do the updates of both at the end
+                state = lax.optimization_barrier(state)
             numbers = numbers[:-1]
         return in_reverse(state, numbers, kept.again, kept.of) if len(numbers) else state
 

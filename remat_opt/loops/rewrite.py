@@ -119,11 +119,12 @@ class Splicing:
         self.rename(writer.reverse_results, self.trace(pair.backward_index, written, [*reads, *handed_over]))
         for index in absorbed:
             self.instead[index] = []
-        if choice.step_bytes is not None and steps is not None:
+        if steps is not None and (choice.step_bytes is not None or choice.chunk is not None):
             self.note_workspace(pair, choice, writer, steps)
 
     def note_workspace(self, pair: Pair, choice: LoopChoice, writer: PairWriter, steps: StepSearch) -> None:
-        """Keep what a reverse loop with scheduled steps needs, which cannot be read off what was written."""
+        """Keep what a reverse loop needs whose steps are scheduled, or which lets go of stacks before it is done: that
+        cannot be read off what was written."""
 
         def peak_of_step(again: Recomputation) -> int:
             costs = steps.costs(joint_step(pair, again, self.program))

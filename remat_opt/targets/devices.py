@@ -36,8 +36,6 @@ class Target:
         devices: of how many the programs are that are compiled for it; more than one for a topology ("v5e:4x4").
         compiler_config: how to ask for its compiler when it is absent: XLA's GpuTargetConfigProto in text form for
             "cuda", the topology's name for "tpu"; empty where it can only be compiled for when attached.
-        price: what searches pay with: "seconds" on the device, or "flops", which papers count: take
-            `dataclasses.replace(resolve_target("h200"), price="flops")` for a frontier of memory and FLOPs.
     """
 
     name: str
@@ -49,11 +47,6 @@ class Target:
     device_kinds: tuple[str, ...] = ()
     compiler_config: str = field(default="", repr=False)
     devices: int = 1
-    price: str = "seconds"
-
-    def __post_init__(self) -> None:
-        if self.price not in ("seconds", "flops"):
-            raise ValueError(f'expected price="seconds" or price="flops"; got {self.price!r}')
 
 
 # Fields of XLA's GpuTargetConfigProto that are the same for the three GPUs: CUDA C++ Programming Guide, table
