@@ -150,6 +150,11 @@ def test_without_a_budget_at_most_one_forward_pass_is_repeated(graph: Graph) -> 
     assert auto(problem, least.peak).extra_seconds <= least.extra_seconds
 
 
+def test_backward_passes_of_earlier_micro_batches_are_no_forward_pass() -> None:
+    graph = graph_of("micro_batches")
+    assert auto(Problem(graph), None).schedule.extra_flops(graph) <= 0.35 * graph.flops
+
+
 def test_what_was_asked_before_changes_no_answer() -> None:
     for seed in range(4):
         source = random.Random(seed)

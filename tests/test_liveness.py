@@ -1,5 +1,6 @@
 """What is live when: peaks counted by hand, and agreement with a slow simulator written from the documented rules."""
 
+import dataclasses
 import functools
 
 import pytest
@@ -53,6 +54,12 @@ def test_a_chain_holds_two_neighbours_at_a_time() -> None:
 def test_a_training_chain_holds_its_results_until_their_backward() -> None:
     # Results 10, 20, 30; the loss's cotangent 30; then the cotangents of 20, of 10, and the returned one.
     assert live_bytes(training_chain([10, 20, 30])) == [10, 30, 60, 90, 110, 60, 20, 0]
+
+
+def test_what_is_held_counts_until_the_return() -> None:
+    graph = dataclasses.replace(fuse(chain([3, 5, 2, 7])).graph, held=frozenset({3}))
+    assert simulate(graph, save_everything(graph)).live.tolist() == [3, 8, 7, 9, 7]
+    assert least_possible(graph) == 9
 
 
 def test_nothing_runs_nothing_lives() -> None:

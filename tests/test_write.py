@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -18,6 +19,7 @@ from random_graphs import random_choice
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice, derive, early_order
+from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
 from remat_opt.program import compat
 from remat_opt.program.inline import inline
@@ -392,3 +394,47 @@ def test_the_names_of_scopes_stay() -> None:
     schedule = Schedule((Run((0, 1)), Run((0,), recomputed=True), Run((2,))))
     products = [e for e in equations(jaxpr_of(bridge, schedule), inside=True) if e.primitive.name == "dot_general"]
     assert ["block" in str(e.source_info.name_stack) for e in products] == [True, False, True, False]
+
+
+def test_reversed_kernels_are_made_where_a_convolution_reads_them() -> None:
+    """XLA's GPU compiler knows the gradient of a convolution by the reversal of its kernel."""
+
+    def loss(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.tanh(lax.conv(image, kernel, (2, 2), "SAME")) ** 2)
+
+    arguments = jax.random.normal(jax.random.key(0), (2, 3, 8, 8)), jax.random.normal(jax.random.key(1), (4, 3, 3, 3))
+    program = inline(jax.make_jaxpr(jax.grad(loss))(*arguments))
+    turned = [equation.outputs[0] for equation in program.equations if equation.primitive is primitives.rev_p]
+    assert turned
+    of_gpu, of_cpu = (build(program, RATES, platform=platform) for platform in ("cuda", "cpu"))
+    assert all(value in of_gpu.on_demand for value in turned)
+    assert not any(value in of_cpu.on_demand for value in turned)
+    for bridge in (of_gpu, of_cpu):
+        found = write(bridge, save_everything(bridge.graph), {}, arguments)
+        np.testing.assert_array_equal(found[0], jax.grad(loss)(*arguments))
+
+
+def test_what_else_reads_a_reversed_array_keeps_it() -> None:
+    def fun(image: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        turned = lax.rev(kernel, (2, 3))
+        return lax.conv(image, turned, (1, 1), "SAME"), jnp.cumsum(turned)
+
+    program = inline(jax.make_jaxpr(fun)(jnp.ones((2, 3, 8, 8)), jnp.ones((4, 3, 3, 3))))
+    (turned,) = (equation.outputs[0] for equation in program.equations if equation.primitive is primitives.rev_p)
+    assert turned not in build(program, RATES, platform="cuda").on_demand
+
+
+def test_a_loop_carries_in_the_buffers_that_it_begins_with() -> None:
+    """But for those that are read again."""
+
+    def fun(again: bool, x: jax.Array) -> jax.Array:
+        begun = x @ x
+        last, _ = lax.scan(lambda carry, _: (jnp.sin(carry), None), begun, None, length=3)
+        return jnp.sum(last @ x) + (jnp.sum(begun) if again else 0.0)
+
+    peaks = []
+    for again in (False, True):
+        graph = build(inline(jax.make_jaxpr(partial(fun, again))(jnp.ones((64, 64)))), RATES).graph
+        peaks.append(simulate(graph, save_everything(graph)).peak)
+    assert 2 * 64 * 64 * 4 <= peaks[0] < peaks[1]
+    assert peaks[1] - peaks[0] >= 64 * 64 * 4

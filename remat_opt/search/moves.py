@@ -35,8 +35,9 @@ def without(graph: Graph, schedule: Schedule, taken_out: Collection[int]) -> Sch
 def needed(graph: Graph, runs: Sequence[Run]) -> Schedule:
     """Drop repeats whose results are not read before they are made again."""
     live = set(graph.outputs)
+    first = next((at for at, run in enumerate(runs) if run.recomputed), len(runs))
     found: list[Run] = []
-    for run in reversed(runs):
+    for run in reversed(runs[first:]):
         ops: list[int] = []
         for index in reversed(run.ops):
             op = graph.ops[index]
@@ -45,8 +46,8 @@ def needed(graph: Graph, runs: Sequence[Run]) -> Schedule:
             ops.append(index)
             live.difference_update(op.outputs)
             live.update(op.inputs)
-        found.append(Run(tuple(reversed(ops)), run.recomputed))
-    return join_runs(reversed(found))
+        found.append(Run(tuple(reversed(ops)), run.recomputed) if run.recomputed else run)
+    return join_runs([*runs[:first], *reversed(found)])
 
 
 def fill(problem: Problem, solution: Solution, budget: int) -> Solution:

@@ -1,0 +1,64 @@
+"""How chunks of loops are written, beside their values (`test_loops_values.py`)."""
+
+import functools
+
+import loop_models as models
+import optax
+import pytest
+from test_loops_values import RATES, all_residuals, as_jaxpr, captured
+
+from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.costs import PairCosts
+from remat_opt.loops.division import divide
+from remat_opt.loops.pairs import find_pairs
+from remat_opt.loops.rewrite import rewrite_loops
+from remat_opt.loops.update import find_update
+from remat_opt.program import compat
+
+layers = functools.partial(models.over_layers, models.block, tx=optax.adamw(1e-2))
+
+
+def barriers_over_stacks(jaxpr):
+    """How many barriers have an array with one slice for each layer among their operands, and how many layers."""
+    found = 0
+    for equation in compat.bare_jaxpr(jaxpr).eqns:
+        shapes = [atom.aval.shape for atom in equation.invars]
+        found += equation.primitive is compat.barrier_p and any(len(shape) == 3 for shape in shapes)
+        found += sum(barriers_over_stacks(inner) for inner in compat.jaxprs_in(equation.params))
+    return found
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_the_update_of_a_chunks_last_step_comes_before_the_next_step(update):
+    """A loop of a single step is none to a compiler: it would keep the new weights of both steps until the end."""
+    found, _, aliases = captured(layers)
+    (pair,) = find_pairs(found.program).pairs
+    choice = LoopChoice(chunk=2, update=update, in_chunk=all_residuals(pair))
+    written = as_jaxpr(rewrite_loops(found.program, (pair,), [(0, choice)], aliases))
+    assert (barriers_over_stacks(written) > 0) == update
+
+
+def test_a_division_needs_and_takes_what_its_choice_does():
+    """The kinds that a loop is divided into are priced like the choice that is written."""
+    found, _, aliases = captured(layers)
+    pairs = find_pairs(found.program).pairs
+    costs = PairCosts(pairs[0], found.program, RATES, find_update(found.program, pairs[0], aliases, pairs))
+    held = frozenset(), all_residuals(pairs[0])
+    kinds = [costs.chunk_kind(steps, values, None) for values in held for steps in (2, 3)]
+    last = [costs.last_chunk(values, None) for values in held]
+    first = costs.first_bytes(frozenset())
+    one_level = costs.option(LoopChoice(update=True))
+    choices = []
+    for limit in range(one_level.bytes, one_level.bytes // 4, -max(first // 2, 1)):
+        (division,) = divide(pairs[0].length, kinds, last, first, [limit], 3)
+        if division is None or not division.earlier:
+            continue
+        choice = LoopChoice(chunk=division.last_steps, update=True, in_chunk=division.in_last, earlier=division.earlier)
+        option = costs.option(choice)
+        assert option.bytes <= limit
+        # Beside the chunks an option has what the forward loop saves or selects.
+        rest = option.extra_flops - division.flops
+        assert abs(rest) <= 0.05 * costs.as_given.flops
+        choices.append(choice)
+    assert len({choice.earlier for choice in choices}) > 1
+    assert all(isinstance(chunks, Chunks) for choice in choices for chunks in choice.earlier)
