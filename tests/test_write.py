@@ -430,11 +430,11 @@ def test_a_loop_carries_in_the_buffers_that_it_begins_with() -> None:
     def fun(again: bool, x: jax.Array) -> jax.Array:
         begun = x @ x
         last, _ = lax.scan(lambda carry, _: (jnp.sin(carry), None), begun, None, length=3)
-        return jnp.sum(last @ x) + (jnp.sum(begun) if again else 0.0)
+        return jnp.sum(last) + (jnp.sum(begun) if again else 0.0)
 
     peaks = []
     for again in (False, True):
         graph = build(inline(jax.make_jaxpr(partial(fun, again))(jnp.ones((64, 64)))), RATES).graph
         peaks.append(simulate(graph, save_everything(graph)).peak)
-    assert 2 * 64 * 64 * 4 <= peaks[0] < peaks[1]
-    assert peaks[1] - peaks[0] >= 64 * 64 * 4
+    assert 64 * 64 * 4 <= peaks[0] < 1.1 * 64 * 64 * 4
+    assert peaks[1] >= 2 * 64 * 64 * 4
