@@ -33,6 +33,8 @@ def _flops_of_equation(equation: Any) -> float:
     inner = [leaf for leaf in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr) if _is_jaxpr(leaf)]
     if inner:
         times = equation.params.get("length", 1) if equation.primitive is primitives.scan_p else 1
+        if "grid_mapping" in equation.params:
+            times = math.prod(equation.params["grid_mapping"].grid)
         return times * sum(map(flops_of, inner))
     results = [math.prod(variable.aval.shape) for variable in equation.outvars if hasattr(variable.aval, "shape")]
     if equation.primitive is primitives.dot_general_p:

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.experimental import pallas
 
 LENGTH, BATCH, WIDTH = 8, 2, 4
 
@@ -236,6 +237,40 @@ def flash_attention():
     return over_layers(lambda w, h: block(w, attention(h, jnp.sin(h), jnp.cos(h))))
 
 
+@jax.custom_vjp
+def kernel_tanh(x):
+    """By a Pallas kernel, which the CPU interprets, with a grid of two."""
+    return _kernel(_tanh_kernel, x)
+
+
+def _tanh_kernel(x, y):
+    y[...] = jnp.tanh(x[...])
+
+
+def _tanh_backward_kernel(y, g, d):
+    d[...] = g[...] * (1 - y[...] ** 2)
+
+
+def _kernel(program, *operands):
+    shape = operands[0].shape
+    block = pallas.BlockSpec((shape[0] // 2, *shape[1:]), lambda i: (i, *(0 for _ in shape[1:])))
+    return pallas.pallas_call(
+        program,
+        out_shape=jax.ShapeDtypeStruct(shape, operands[0].dtype),
+        grid=(2,),
+        in_specs=[block] * len(operands),
+        out_specs=block,
+        interpret=True,
+    )(*operands)
+
+
+kernel_tanh.defvjp(lambda x: (kernel_tanh(x),) * 2, lambda y, g: (_kernel(_tanh_backward_kernel, y, g),))
+
+
+def pallas_kernel():
+    return over_layers(lambda w, h: block(w, kernel_tanh(h)))
+
+
 def fft_and_sort():
     return over_layers(lambda w, h: block(w, jnp.fft.irfft(jnp.fft.rfft(jnp.sort(h, -1)) * 0.9, n=WIDTH)))
 
@@ -388,6 +423,7 @@ MODELS = {
     "custom_vjp": lambda: over_layers(lambda w, h: block(w, clipped(h))),
     "custom_jvp": lambda: over_layers(lambda w, h: h + jax.nn.relu6(h @ w["w1"]) @ w["w2"]),
     "flash attention": flash_attention,
+    "pallas kernel": pallas_kernel,
     "fft and sort": fft_and_sort,
     "linear algebra": linear_algebra,
     "while": while_inside,

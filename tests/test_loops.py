@@ -121,7 +121,7 @@ def test_loops_that_must_stay_give_right_results(model, capfd):
 # Written again
 
 
-@pytest.mark.parametrize("name", ["lstm", "layers", "integer carry", "flash attention"])
+@pytest.mark.parametrize("name", ["lstm", "layers", "integer carry", "flash attention", "pallas kernel"])
 def test_one_level_keeps_the_carries_alone(name):
     found, _, aliases = captured(models.MODELS[name])
     pairs = find_pairs(found.program).pairs

@@ -185,8 +185,8 @@ def _carried_in_place(
     """Bytes of what a loop carries in the buffers that it begins with: those that nothing else reads."""
     if equation.primitive is not P.scan_p:
         return 0
-    first, given = equation.params["num_consts"], {*program.inputs}
-    carries = [x for x in equation.inputs[first : first + equation.params["num_carry"]] if isinstance(x, int)]
+    first, count = compat.scan_counts(equation.params)
+    carries, given = [x for x in equation.inputs[first : first + count] if isinstance(x, int)], {*program.inputs}
     return sum(
         bytes_of(program.avals[value])
         for value in carries
@@ -335,6 +335,8 @@ def _flops(primitive: Any, params: dict[str, Any], operands: list[Any], results:
         return rule(params, operands, results)
     if primitive in MOVES:
         return 0.0
+    if compat.is_kernel(params):
+        return compat.kernel_runs(params) * jaxpr_flops(params["jaxpr"])
     inner = compat.jaxprs_in(params)
     if inner:
         return float(sum(jaxpr_flops(jaxpr) for jaxpr in inner))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -225,9 +226,21 @@ def input_variables(jaxpr: Any) -> list[Any]:
 
 
 def jaxprs_in(params: dict[str, Any]) -> list[Any]:
-    """All jaxprs among an equation's parameters, closed ones with their constants."""
+    """All jaxprs among an equation's parameters, closed ones with their constants; none of a kernel's."""
+    if is_kernel(params):
+        return []
     among = [one for value in params.values() for one in (value if isinstance(value, tuple) else (value,))]
     return [one for one in among if isinstance(one, (Jaxpr, ClosedJaxpr))]
+
+
+def is_kernel(params: dict[str, Any]) -> bool:
+    """Whether an equation is a kernel (`pallas_call`): one operation, whose references are its own."""
+    return "grid_mapping" in params
+
+
+def kernel_runs(params: dict[str, Any]) -> int:
+    """How often a kernel's program runs: once for each place of its grid."""
+    return math.prod(size for size in params["grid_mapping"].grid if isinstance(size, int))
 
 
 def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
