@@ -95,7 +95,8 @@ def test_the_gpu_compiler_keeps_the_order_that_it_is_told(monkeypatch: pytest.Mo
     pinned = temporary_bytes()
     monkeypatch.setattr("remat_opt.write.train_step.pins", lambda *_: {})
     unpinned = temporary_bytes()
-    assert pinned <= unpinned - 4 * IMAGES.size
+    # The convolution at the peak reads a reversed kernel, which is made there.
+    assert pinned <= unpinned - 4 * IMAGES.size + 4 * KERNELS[-1].size
 
 
 def reductions() -> tuple[Graph, Schedule]:
