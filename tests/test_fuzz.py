@@ -56,6 +56,12 @@ def test_programs_keep_their_values_with_the_search_that_users_get(program: Rand
     rewritten(program, How("cpu", "auto", share))
 
 
+def test_a_scheduled_step_may_read_a_slice_again_in_a_run_that_is_recomputed() -> None:
+    """Such a program was met once: a loop inside a checkpointed one, whose steps are scheduled."""
+    program, how, _ = fuzz_worker.drawn(7, 1578)
+    assert check_rewritten(program, how)
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_large_programs_keep_their_values(seed: int) -> None:
     source = random.Random(f"large/{seed}")

@@ -185,8 +185,9 @@ class _Writer:
 
         inputs = [self.environment[value] for value in covered]
         jaxpr = jax.make_jaxpr(segment)(*inputs)
-        through = [value not in past for value in covered]
-        outputs = compat.bind_remat(compat.bare_jaxpr(jaxpr), inputs, through, self.policy)
+        constants = compat.constants_of(jaxpr)  # what a step of a loop makes of its number
+        through = [*(False for _ in constants), *(value not in past for value in covered)]
+        outputs = compat.bind_remat(compat.open_jaxpr(jaxpr), [*constants, *inputs], through, self.policy)
         self.environment.update(zip(results, outputs, strict=True))
 
     def past_the_barrier(self, ops: Sequence[int], crossing: Crossing) -> frozenset[int]:
