@@ -10,6 +10,7 @@ from test_loops_values import RATES, all_residuals, as_jaxpr, captured
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.costs import PairCosts
 from remat_opt.loops.division import divide
+from remat_opt.loops.memory import ChunkSizes
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
@@ -62,3 +63,11 @@ def test_a_division_needs_and_takes_what_its_choice_does():
         choices.append(choice)
     assert len({choice.earlier for choice in choices}) > 1
     assert all(isinstance(chunks, Chunks) for choice in choices for chunks in choice.earlier)
+
+
+def test_what_a_chunk_needs_by_hand():
+    """Four steps: three that keep carries and residuals, one its carries alone, and one step at a time beside them."""
+    sizes = ChunkSizes(first=2, each=10, last=3, step=7)
+    assert sizes.turned_round(4) == 3 * 10 + 3 + 7
+    assert sizes.kept_as_last(4) == 3 * 10 + 3
+    assert sizes.turned_round(1) == 3 + 7

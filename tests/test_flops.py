@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from loop_models import kernel_tanh
 
 from remat_opt.graph.build import bytes_of, flops_of, kind_of
 from remat_opt.graph.graph import Kind
@@ -155,6 +156,12 @@ def test_the_gradient_of_a_scan_takes_two_scans_more() -> None:
 
     forward = 9 * 2 * 8 * 16 * 16
     assert ours(jax.grad(loss, (0, 1)), (8, 16), (16, 16)) == pytest.approx(3 * forward, rel=0.1)
+
+
+def test_a_kernel_takes_its_program_once_for_each_place_of_its_grid() -> None:
+    """Two halves of 32 numbers, each read, changed and written, one FLOP an element."""
+    program = inline(jax.make_jaxpr(kernel_tanh)(jnp.ones((8, 4))))
+    assert sum(flops_of(equation, program) for equation in program.equations) == 3 * 32
 
 
 def test_a_branch_takes_its_dearest_and_calls_what_is_in_them() -> None:

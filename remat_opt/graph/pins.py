@@ -7,8 +7,8 @@ So the second is made to wait, by a barrier over one of its operands and a resul
 
 And where a reduction and a later kernel compute the same elementwise values of the same buffers, as in a batch norm's
 backward pass, a compiler lets the reduction store these values, each as large as the buffers. So it does with what an
-activation and its derivative have in common. Read behind a barrier
-that waits for the reduction, the buffers are others to the compiler, and the values are computed again.
+activation and its derivative have in common. Read behind a barrier that waits for the reduction, the buffers are others
+to the compiler, and the values are computed again.
 """
 
 from __future__ import annotations

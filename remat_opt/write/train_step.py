@@ -185,7 +185,9 @@ class _Writer:
 
         inputs = [self.environment[value] for value in covered]
         jaxpr = jax.make_jaxpr(segment)(*inputs)
-        constants = compat.constants_of(jaxpr)  # what a step of a loop makes of its number
+        constants = compat.constants_of(
+            jaxpr
+        )  # the stacks, and the number of its step, of what a loop's step reads again
         through = [*(False for _ in constants), *(value not in past for value in covered)]
         outputs = compat.bind_remat(compat.open_jaxpr(jaxpr), [*constants, *inputs], through, self.policy)
         self.environment.update(zip(results, outputs, strict=True))
