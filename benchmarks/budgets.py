@@ -84,6 +84,7 @@ def measure_row(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
                 "temp_bytes": figures.temp_bytes,
                 "predicted_bytes": plan.predicted.peak_bytes,
                 "extra_flops": round(plan.predicted.extra_flops / plan.predicted.flops, 5),
+                "extra_time": round(plan.predicted.extra_seconds / plan.predicted.seconds, 5),
             }
         except remat_opt.InfeasibleBudget as refusal:
             found = {"refused_bytes": refusal.least_bytes}

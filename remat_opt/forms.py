@@ -157,7 +157,7 @@ class Forms:
         fits: tuple[int, int] | None = None  # a budget of the search, and the size of its answer
         exceeds: tuple[int, int] | None = None
         asked = limit
-        for _ in range(MOST_ASKED):
+        for attempt in range(MOST_ASKED):
             found = self.found(form, asked)
             yield found
             needed = size_of(found)
@@ -180,7 +180,8 @@ class Forms:
                 return
             guess = low + (high - low) * (limit - small) // (large - small)
             margin = (high - low) // 8
-            asked = min(max(guess, low + margin), high - margin)
+            # What exceeds may be much larger, as the step as it was given is: then guesses creep up from below.
+            asked = (low + high) // 2 if attempt % 2 else min(max(guess, low + margin), high - margin)
 
     def least_at_any_cost(self) -> Found:
         """The least memory."""

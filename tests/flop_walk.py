@@ -1,7 +1,8 @@
 """FLOPs of a jaxpr, counted apart from the package: what the optimiser says of its own costs is compared with this.
 
 Products and convolutions take 2 FLOPs for each product of two numbers that are not zeros of padding or of dilation;
-whatever else is computed one an element. Loops count their length times.
+a reduction one for each number that it reads, and whatever else is computed one an element. Loops count their length
+times.
 """
 
 import functools
@@ -9,17 +10,29 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import primitives
 
-# They move numbers, or do nothing: a slice that is written into a stack is no work on the whole stack.
-MOVES = (
-    primitives.broadcast_in_dim_p,
-    primitives.dynamic_slice_p,
-    primitives.dynamic_update_slice_p,
-    jax.lax.optimization_barrier_p,
-    primitives.reshape_p,
-    primitives.slice_p,
-    primitives.transpose_p,
+# They move numbers, or do nothing: a slice that is written into a stack is no work on the whole stack, and neither a
+# name nor a layout computes anything.
+MOVES = frozenset(
+    {
+        "broadcast_in_dim",
+        "concatenate",
+        "copy",
+        "dynamic_slice",
+        "dynamic_update_slice",
+        "layout_constraint",
+        "name",
+        "optimization_barrier",
+        "pad",
+        "reshape",
+        "rev",
+        "slice",
+        "squeeze",
+        "stop_gradient",
+        "transpose",
+    }
 )
 
 
@@ -42,7 +55,23 @@ def _flops_of_equation(equation: Any) -> float:
         return 2.0 * results[0] * math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
     if equation.primitive is primitives.conv_general_dilated_p:
         return _flops_of_convolution(equation)
-    return 0.0 if equation.primitive in MOVES else float(max(results, default=0))
+    if _does_nothing(equation):
+        return 0.0
+    name = equation.primitive.name
+    if name.startswith("reduce_window"):
+        return float(results[0] * math.prod(equation.params["window_dimensions"]))
+    if name.startswith("select_and_scatter"):  # each number of a window is compared, kept or not, and its place, too
+        return math.prod(equation.invars[0].aval.shape) * (3.0 * math.prod(equation.params["window_dimensions"]) + 1)
+    if name.startswith(("reduce_", "argmax", "argmin")) and equation.invars:
+        return float(math.prod(equation.invars[0].aval.shape))
+    return float(max(results, default=0))
+
+
+def _does_nothing(equation: Any) -> bool:
+    if equation.primitive is primitives.reduce_precision_p:  # `jax.checkpoint` rounds what it saves to what it is
+        kept = jnp.finfo(equation.invars[0].aval.dtype)
+        return (equation.params["exponent_bits"], equation.params["mantissa_bits"]) == (kept.nexp, kept.nmant)
+    return equation.primitive.name in MOVES
 
 
 def _flops_of_convolution(equation: Any) -> float:

@@ -24,7 +24,7 @@ def scan_over_layers(body: Body) -> None:
     """A carry of an array, perhaps with a count and a key, over stacked weights; `ys` of any kind."""
     if not (h := carry_of(body)):
         return
-    length, width = body.source.choice((1, 2, 3, 4)), h.shape[-1]
+    length, width = body.source.choice((1, 2, 3, 9)), h.shape[-1]  # 9: chunks of several kinds
     stacks = f"({body.param(length, width, width)}, {body.param(length, width)})"
     carried = [h]
     if body.source.random() < 0.3 and (key := body.pick(dtype="key")):

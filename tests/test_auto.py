@@ -14,6 +14,7 @@ from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.search import SOLVERS, Problem, Solution, milp, search_of
+from remat_opt.search.auto import Search
 from remat_opt.search.moves import fill
 
 OTHERS = [name for name in SOLVERS if name not in ("auto", "milp")]
@@ -130,6 +131,21 @@ def test_the_frontier_leads_from_the_least_memory_to_saving_everything(graph: Gr
     assert frontier[-1].peak <= problem.plain.peak
     assert [one.peak for one in frontier] == sorted({one.peak for one in frontier})
     assert [one.extra_seconds for one in frontier] == sorted({one.extra_seconds for one in frontier}, reverse=True)
+
+
+def test_the_gaps_of_a_frontier_are_filled(monkeypatch) -> None:
+    problem = Problem(graph_of("conv_net"))
+    filled = Search(problem).short_frontier
+    monkeypatch.setattr(Search, "filled", lambda search, front: ())
+    as_found = Search(problem).short_frontier
+    least, plain = as_found[0].peak, problem.plain.peak
+    seconds = [
+        [min(one.extra_seconds for one in front if one.peak <= budget) for front in (as_found, filled)]
+        for budget in range(least, plain, (plain - least) // 100)
+    ]
+    assert all(after <= before for before, after in seconds)
+    before, after = map(sum, zip(*seconds, strict=True))
+    assert after < 0.97 * before
 
 
 @given(training_graphs())

@@ -57,7 +57,11 @@ def test_programs_keep_their_values_with_the_search_that_users_get(program: Rand
 
 
 def test_a_scheduled_step_may_read_a_slice_again_in_a_run_that_is_recomputed() -> None:
-    """Such a program was met once: a loop inside a checkpointed one, whose steps are scheduled."""
+    """Such a program was met once: a loop inside a checkpointed one, whose steps are scheduled.
+
+    Whoever changes what is drawn makes another program of this number: see that it fails where `recompute` takes no
+    constants of its region, or look for a new one.
+    """
     program, how, _ = fuzz_worker.drawn(7, 1578)
     assert check_rewritten(program, how)
 
@@ -82,11 +86,11 @@ def with_another_key(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed runs draw other random numbers."""
     evaluate = train_step._Writer.evaluate
 
-    def wrongly(self: Any, ops: Any, environment: dict, *, first_run: bool) -> None:
+    def wrongly(self: Any, ops: Any, environment: dict, on_demand: dict, *, first_run: bool) -> None:
         for value, found in environment.items():
             if not first_run and jax.dtypes.issubdtype(found.dtype, jax.dtypes.prng_key):
                 environment[value] = jax.vmap(lambda key: jax.random.fold_in(key, 1))(found[None])[0]
-        evaluate(self, ops, environment, first_run=first_run)
+        evaluate(self, ops, environment, on_demand, first_run=first_run)
 
     monkeypatch.setattr(train_step._Writer, "evaluate", wrongly)
 
@@ -95,14 +99,14 @@ def with_values_exchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     """Recomputed runs take one of their inputs for another one of the same type."""
     evaluate = train_step._Writer.evaluate
 
-    def wrongly(self: Any, ops: Any, environment: dict, *, first_run: bool) -> None:
+    def wrongly(self: Any, ops: Any, environment: dict, on_demand: dict, *, first_run: bool) -> None:
         by_type: dict[Any, list[int]] = {}
         for value, found in () if first_run else environment.items():
             by_type.setdefault((found.shape, found.dtype), []).append(value)
         for one, *others in by_type.values():
             if others:
                 environment[one], environment[others[0]] = environment[others[0]], environment[one]
-        evaluate(self, ops, environment, first_run=first_run)
+        evaluate(self, ops, environment, on_demand, first_run=first_run)
 
     monkeypatch.setattr(train_step._Writer, "evaluate", wrongly)
 

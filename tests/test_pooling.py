@@ -46,6 +46,7 @@ def scatter_in(fun, *arguments) -> Equation:
         (7, 3, 1, "SAME"),
         (11, 5, 3, "SAME"),
         (9, 2, 3, "VALID"),
+        (2, 3, 4, "SAME"),
     ],
 )
 @pytest.mark.parametrize("ties", [True, False])

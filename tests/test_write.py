@@ -2,7 +2,7 @@
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -12,12 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from jax.extend import core
 from jax.extend.core import primitives
 from random_graphs import random_choice
+from written_programs import RATES, bridge_of, equations, jaxpr_of, names_of, outline, written
 
 from remat_opt.graph.build import Bridge, build
-from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
@@ -27,62 +26,7 @@ from remat_opt.write.train_step import write
 
 pytestmark = pytest.mark.short
 
-RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
 OPTIONS = {"xla_disable_hlo_passes": "cse_barrier_expander"}  # the CPU compiler keeps barriers
-
-
-def bridge_of(fun: Callable, *arguments: Any, donated: int = 0) -> Bridge:
-    """The graph of a function; the leaves of its first `donated` arguments are donated."""
-    leaves = [index < donated for index, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
-    return build(inline(jax.make_jaxpr(fun)(*arguments)), RATES, tuple(leaves))
-
-
-def written(bridge: Bridge, schedule: Schedule, names: dict[int, str] | None = None) -> Callable:
-    """The step as a flat function of its leaves."""
-    return lambda *leaves: write(bridge, schedule, names or {}, leaves)
-
-
-def jaxpr_of(bridge: Bridge, schedule: Schedule, names: dict[int, str] | None = None) -> Any:
-    """The written step as a closed jaxpr, found well formed."""
-    avals = [
-        jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        for aval in map(bridge.program.avals.__getitem__, bridge.program.inputs)
-    ]
-    jaxpr = jax.make_jaxpr(written(bridge, schedule, names))(*avals)
-    core.check_jaxpr(compat.bare_jaxpr(jaxpr))
-    return jaxpr
-
-
-def equations(jaxpr: Any, *, inside: bool = False) -> Iterator[Any]:
-    """Equations of a jaxpr, those inside of recomputed runs on request."""
-    for equation in compat.bare_jaxpr(jaxpr).eqns:
-        yield equation
-        if inside and equation.primitive is compat.remat_p:
-            yield from equations(equation.params["jaxpr"])
-
-
-def names_of(jaxpr: Any, *, inside: bool = False) -> list[str]:
-    return [equation.primitive.name for equation in equations(jaxpr, inside=inside)]
-
-
-def outline(jaxpr: Any) -> list[str]:
-    """One line for each equation, `results = primitive operands`, values named in order; inner jaxprs are indented."""
-    jaxpr = compat.bare_jaxpr(jaxpr)
-    letters: dict[Any, str] = {}
-
-    def show(atom: Any) -> str:
-        if isinstance(atom, compat.Literal):
-            return str(atom.val)
-        return letters.setdefault(atom, chr(ord("a") + len(letters)))
-
-    lines = ["in " + " ".join(map(show, jaxpr.invars))]
-    for equation in jaxpr.eqns:
-        operands = " ".join(map(show, equation.invars))
-        name = "remat" if equation.primitive is compat.remat_p else equation.primitive.name
-        lines.append(f"{' '.join(map(show, equation.outvars))} = {name} {operands}")
-        if equation.primitive is compat.remat_p:
-            lines += ["  " + line for line in outline(equation.params["jaxpr"])]
-    return [*lines, "out " + " ".join(map(show, jaxpr.outvars))]
 
 
 WIDTHS = [3, 5, 4, 6, 2]
@@ -287,6 +231,33 @@ def test_constants_and_virtual_values_are_made_in_each_run_that_reads_them() -> 
     np.testing.assert_allclose(written(bridge, Schedule(runs))(x)[0], step(x), rtol=1e-6)
 
 
+def test_a_virtual_value_is_handed_on_to_the_run_behind() -> None:
+    """What is recomputed for a product and read again by an elementwise derivative is computed once for both."""
+
+    def step(x):
+        a = x @ x
+        half = a - 0.5
+        return (jnp.tanh(half) @ x) * half
+
+    bridge = bridge_of(step, jnp.ones((2, 2)))
+    assert [op.name for op in bridge.graph.ops] == ["dot_general", "tanh", "dot_general", "mul"]
+    schedule = Schedule((Run((0, 1)), Run((1,), recomputed=True), Run((2, 3))))
+    assert outline(jaxpr_of(bridge, schedule)) == [
+        "in a",
+        "b = dot_general a a",
+        "c = sub b 0.5",
+        "d = tanh c",
+        "e f g h = remat b a",
+        "  in a b",
+        "  c = sub a 0.5",
+        "  d = tanh c",
+        "  out d a b c",
+        "i = dot_general e g",
+        "j = mul i h",
+        "out j",
+    ]
+
+
 def test_saving_everything_writes_every_equation_once() -> None:
     def step(x):
         a = jnp.sin(x)
@@ -382,6 +353,27 @@ def test_an_update_in_place_waits_for_the_last_reader_of_the_old_weight() -> Non
     counts = [names_of(jaxpr_of(b, derive(b.graph, Choice(), early_order(b.graph)))).count(barrier) for b in plain]
     # All layers but the first have a cotangent that reads the old weight, and that no update leads to.
     assert counts == [0, len(WIDTHS) - 2]
+
+
+def test_an_update_reads_nothing_that_was_made_of_the_old_weight_in_front_of_its_barrier() -> None:
+    def step(w, x):
+        half = w - 0.5  # made on demand
+        other = jnp.tanh(half)
+        new = half * (x @ x)
+        return new, other @ x
+
+    bridge = bridge_of(step, jnp.ones((2, 2)), jnp.ones((2, 2)), donated=1)
+    assert outline(jaxpr_of(bridge, save_everything(bridge.graph))) == [
+        "in a b",
+        "c = sub a 0.5",
+        "d = tanh c",
+        "e = dot_general b b",
+        "f g = optimization_barrier a d",
+        "h = sub f 0.5",
+        "i = mul h e",
+        "j = dot_general g b",
+        "out i j",
+    ]
 
 
 def test_the_names_of_scopes_stay() -> None:

@@ -53,19 +53,29 @@ def scatter_free(source: jax.Array, operand: jax.Array, params: dict[str, Any]) 
     window, strides, padding = params["window_dimensions"], params["window_strides"], params["padding"]
     places = list(itertools.product(*map(range, window)))
     which = _selected(source.shape, operand, places, params)
-    total = None
+    # Elements that are a multiple of the stride apart are at the same places of windows: they are summed up together,
+    # as many as there are windows, and spread once.
+    sums: dict[tuple[int, ...], jax.Array] = {}
     for index in reversed(range(len(places))):  # windows in their order: the first has the element at its end
+        begins = [place - low for place, (low, _) in zip(places[index], padding, strict=True)]
+        first = tuple(begin % stride for begin, stride in zip(begins, strides, strict=True))
+        counts = [-(-(n - start) // stride) for n, start, stride in zip(operand.shape, first, strides, strict=True)]
+        if min(counts) <= 0:  # in the padding, in all windows
+            continue
+        skipped = [begin // stride for begin, stride in zip(begins, strides, strict=True)]
         part = lax.select(which == index, source, jnp.zeros_like(source))
+        shift = [(low, n - low - windows, 0) for low, n, windows in zip(skipped, counts, source.shape, strict=True)]
+        part = lax.pad(part, np.zeros((), source.dtype), shift)
+        sums[first] = sums[first] + part if first in sums else part
+    total = None
+    for first, part in sums.items():
         spread = [
-            (place - low, size - (place - low) - (count - 1) * stride - 1, stride - 1)
-            for place, count, stride, (low, _), size in zip(
-                places[index], source.shape, strides, padding, operand.shape, strict=True
-            )
+            (start, n - start - (count - 1) * stride - 1, stride - 1)
+            for start, n, count, stride in zip(first, operand.shape, part.shape, strides, strict=True)
         ]
         part = lax.pad(part, np.zeros((), source.dtype), spread)
         total = part if total is None else total + part
-    assert total is not None
-    return total
+    return jnp.zeros_like(operand) if total is None else total
 
 
 def _selected(

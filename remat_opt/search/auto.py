@@ -17,9 +17,9 @@ at one peak after another; on very small steps `polish.py` looks for schedules o
 Nothing is solved block by block: a table has the costs of all pairs of cuts at once, so that identical blocks cost no
 more than different ones.
 
-The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, and between each two of
-these what a descent from the larger finds, of which none is beaten in both memory and time. A budget picks from it, so
-that more memory never costs more time. Without a budget the answer is the least memory with at most one extra forward
+The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, between each two of these
+what a descent from the larger finds, and in the gaps that remain what can be saved from the smaller on; none is beaten
+in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer is the least memory with at most one extra forward
 pass of time.
 
 Gap: ops of first runs keep their order.
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from remat_opt.graph.derive import Choice
@@ -57,6 +57,8 @@ _NEXT = 0.99  # times the peak of one schedule is that of the next, in a descent
 _ABOUT_A_THIRD = 0.325  # a count apart from ours says up to 2.4 % more on networks of small cells
 _MOST_OF_THE_STEP = 0.35  # its FLOPs, that a forward pass is, about: a backward one takes twice as many
 _ABOUT = 1.02  # times the least peak is no more memory, about
+_FROM_BELOW = 2  # schedules below a gap of the frontier, from which it is filled
+_MOST_PARTS = 3  # of a gap
 _MOST_FILLED = 4  # schedules for one budget that are filled
 
 
@@ -261,7 +263,17 @@ class Search:
         """The best of some schedules and of what lies between them."""
         front = pareto_front(solutions)
         between = [solution for pair in itertools.pairwise(front) for solution in self.between(*pair)]
-        return pareto_front([*front, *between])
+        front = pareto_front([*front, *between])
+        return pareto_front([*front, *self.filled(front)])
+
+    def filled(self, front: Sequence[Solution]) -> Iterator[Solution]:
+        """What can be saved in the gaps of a frontier, from the schedules below each gap."""
+        for index, (low, high) in enumerate(itertools.pairwise(front), 1):
+            room = high.peak - 1 - low.peak
+            parts = max(1, min(_MOST_PARTS, int(room / ((1 - _NEXT) * low.peak))))
+            for start in front[max(index - _FROM_BELOW, 0) : index]:
+                for part in range(1, parts + 1):
+                    yield fill(self.problem, start, low.peak + room * part // parts)
 
     def between(self, low: Solution, high: Solution) -> list[Solution]:
         """From the second schedule towards the memory of the first, value by value, while that takes less time."""

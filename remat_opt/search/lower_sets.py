@@ -251,22 +251,28 @@ class Blocks:
         """The strategy with the least extra time and a peak of at most `limit` bytes, the least kept bytes among
         equals; indices of its sets without the empty one. None where there is none."""
         count, levels = len(self.sets), self.levels
-        kept = np.full((count, levels + 1), np.inf)
+        padded = np.full((count, 2 * (levels + 1)), np.inf)  # levels below zero first
+        kept = padded[:, levels + 1 :]
         kept[0, 0] = 0
         came = np.zeros((count, levels + 1), dtype=np.int64)
+        reached = np.arange(count) == 0  # sets that a strategy within the limit comes to
         columns = np.arange(levels + 1)
+        room = limit * (1 + 1e-12) - self.backward
         for index in range(1, count):
-            rows = np.flatnonzero(self.nested[:, index])
-            level = columns[None, :] - self.steps[rows, index][:, None]
-            before = np.where(level >= 0, kept[rows[:, None], np.maximum(level, 0)], np.inf)
-            fits = before + self.backward[rows, index][:, None] <= limit * (1 + 1e-12)
-            total = np.where(fits, before + self.boundary[rows, index][:, None], np.inf)
+            rows = np.flatnonzero(self.nested[:, index] & reached & (room[:, index] >= 0))
+            if not len(rows):
+                continue
+            start = rows * padded.shape[1] + levels + 1 - np.minimum(self.steps[rows, index], levels + 1)
+            before = padded.ravel().take(start[:, None] + columns)
+            total = before + self.boundary[rows, index][:, None]
+            total[before > room[rows, index][:, None]] = np.inf
             best = total.argmin(axis=0)
             kept[index], came[index] = total[best, columns], rows[best]
-        reached = np.flatnonzero(np.isfinite(kept[-1]))
-        if not len(reached):
+            reached[index] = np.isfinite(kept[index]).any()
+        possible = np.flatnonzero(np.isfinite(kept[-1]))
+        if not len(possible):
             return None
-        level, index = int(reached[0]), count - 1
+        level, index = int(possible[0]), count - 1
         strategy: list[int] = []
         while index:
             strategy.append(index)

@@ -159,26 +159,31 @@ class _Programme:
         self.rooms = np.arange(memory + 1)
         self.seconds = np.full((self.count, self.count, memory + 1), np.inf)
         self.decision = np.zeros((self.count, self.count, memory + 1), dtype=np.int16)  # 0: keep, k: save a + k's input
+        # [a, j]: of the forward of a … j, summed up from a on
+        self.forward = np.cumsum(np.triu(np.tile(model.forward, (self.count, 1))), axis=1)
         for length in range(self.count):
-            for a in range(self.count - length):
-                self._decide(a, a + length)
+            self._decide(np.arange(self.count - length), length)
 
-    def _decide(self, a: int, b: int) -> None:
-        model, rooms = self.model, self.rooms
-        left = rooms - model.kept[a]
-        fits = (rooms >= max(model.keeping[a] + model.gradient[b], model.reversing[a])) & (left >= 0)
-        behind = self.seconds[a + 1, b, np.maximum(left, 0)] if b > a else 0.0
-        options = [np.where(fits, model.forward[a] + model.backward[a] + behind, np.inf)[None, :]]
-        if b > a:
-            splits = np.arange(a + 1, b + 1)
-            left = rooms[None, :] - model.saved[a, splits, None]
-            fits = (rooms[None, :] >= model.swept[a, splits, None] + model.gradient[b]) & (left >= 0)
-            behind = self.seconds[splits[:, None], b, np.maximum(left, 0)]
-            time = np.cumsum(model.forward[a:b])[:, None] + behind + self.seconds[a, splits - 1]
-            options.append(np.where(fits, time, np.inf))
-        table = np.concatenate(options)
-        self.decision[a, b] = table.argmin(axis=0)
-        self.seconds[a, b] = table.min(axis=0)
+    def _decide(self, a: np.ndarray, length: int) -> None:
+        """For all stages a … a + `length` at once."""
+        model, rooms, b = self.model, self.rooms, a + length
+        left = rooms - model.kept[a, None]
+        least = np.maximum(model.keeping[a] + model.gradient[b], model.reversing[a])
+        behind = self.seconds[a[:, None] + 1, b[:, None], np.maximum(left, 0)] if length else 0.0
+        time = (model.forward[a] + model.backward[a])[:, None] + behind
+        keeping = np.where((rooms >= least[:, None]) & (left >= 0), time, np.inf)
+        options = [keeping[:, None]]
+        if length:
+            first, splits = a[:, None], a[:, None] + np.arange(1, length + 1)
+            saved = model.saved[first, splits]
+            least = np.maximum(model.swept[first, splits] + model.gradient[b, None], saved)
+            start = (splits * self.count + b[:, None]) * len(rooms) - saved  # of [split, b, room - saved]
+            behind = self.seconds.ravel().take(rooms + start[..., None], mode="clip")
+            time = self.forward[first, splits - 1][..., None] + behind + self.seconds[first, splits - 1]
+            options.append(np.where(rooms >= least[..., None], time, np.inf))
+        table = np.concatenate(options, axis=1)
+        self.decision[a, b] = table.argmin(axis=1)
+        self.seconds[a, b] = table.min(axis=1)
 
     def memories(self) -> list[int]:
         """Each memory that gives a shorter sequence than the one below it."""

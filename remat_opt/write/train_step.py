@@ -7,7 +7,7 @@ barrier and come out as its results, so that no compiler can do the run before t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -64,6 +64,8 @@ class _Writer:
         self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
         self.environment: dict[int, Any] = {}
         self.pins: dict[tuple[int, int], Pin] = {}
+        self.sources: dict[int, frozenset[int]] = {}  # of what was made on demand: stored values and inputs
+        self.made_of: dict[int, list[int]] = {}  # the way back
         self.run_index = 0
         self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
         self.updated = self.written_over() if bridge.platform in _FREE_LAYOUTS else frozenset()
@@ -87,26 +89,29 @@ class _Writer:
             liveness = simulate(self.bridge.graph, schedule)
             slices = self.slices.keys() if self.is_step_of_loop else None
             self.pins = pins(self.bridge.graph, schedule, liveness, slices)
-        for index, stage in enumerate(timeline(self.bridge.graph, schedule)):
+        stages = timeline(self.bridge.graph, schedule)
+        handed_on: dict[int, Any] = {}
+        for index, (stage, next_stage) in enumerate(zip(stages, (*stages[1:], None), strict=True)):
             self.run_index = index
             if stage.crossing is None:
-                self.evaluate(stage.run.ops, self.environment, first_run=True)
+                self.evaluate(stage.run.ops, self.environment, handed_on, first_run=True)
+                handed_on = {}
             else:
-                self.recompute(stage.run.ops, stage.crossing)
+                follows = () if next_stage is None or next_stage.crossing else next_stage.run.ops
+                handed_on = self.recompute(stage.run.ops, stage.crossing, follows)
         on_demand: dict[int, Any] = {}
         return [self.read(atom, self.environment, on_demand) for atom in self.program.outputs]
 
-    def evaluate(self, ops: Sequence[int], environment: dict[int, Any], *, first_run: bool) -> None:
-        on_demand: dict[int, Any] = {}  # made afresh in each run: none is ever carried from one to another
+    def evaluate(
+        self, ops: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any], *, first_run: bool
+    ) -> None:
+        """Run ops; what no op stands for is made once in a run, and added to `on_demand`."""
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
             if first_run and op in self.guards:
-                together = self.guards[op]
-                behind = lax.optimization_barrier([environment[value] for value in together])
-                environment.update(zip(together, behind, strict=True))
+                self.behind_barrier(self.guards[op], environment, on_demand)
             if pin := self.pins.get((self.run_index, op)):
-                self.wait(pin, environment)
-                on_demand.clear()  # what was made of the operand in front of the barrier
+                self.wait(pin, environment, on_demand)
             results = self.bind(equation, environment, on_demand, again=not first_run)
             environment.update(zip(equation.outputs, results, strict=True))
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
@@ -117,12 +122,25 @@ class _Writer:
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
-    def wait(self, pin: Pin, environment: dict[int, Any]) -> None:
-        for value in sorted(self.slices.keys() & pin.operands):
+    def wait(self, pin: Pin, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        again = sorted(self.slices.keys() & pin.operands)
+        for value in again:
             self.read_again(value, pin.results, environment)
         together = (*(value for value in pin.operands if value not in self.slices), *pin.results)
+        self.behind_barrier(together, environment, on_demand)
+        self.forget_made_of(again, on_demand)
+
+    def behind_barrier(self, together: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        """Put values behind one barrier, from where on they are read."""
         behind = lax.optimization_barrier([environment[value] for value in together])
         environment.update(zip(together, behind, strict=True))
+        self.forget_made_of(together, on_demand)
+
+    def forget_made_of(self, values: Iterable[int], on_demand: dict[int, Any]) -> None:
+        """What was made on demand of values as they were in front of a barrier."""
+        for value in values:
+            for made in self.made_of.get(value, ()):
+                on_demand.pop(made, None)
 
     def read_again(self, value: int, after: Sequence[int], environment: dict[int, Any]) -> None:
         """Read a slice from its stack when some values have been computed."""
@@ -166,9 +184,26 @@ class _Writer:
                 stack.extend(missing)
                 continue
             on_demand.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
+            self.note_sources(equation)
             stack.pop()
 
-    def recompute(self, ops: Sequence[int], crossing: Crossing) -> None:
+    def note_sources(self, equation: Equation) -> None:
+        if self.sources.keys() >= set(equation.outputs):
+            return
+        read = [atom for atom in equation.inputs if not isinstance(atom, Constant)]
+        sources = frozenset().union(*(self.sources.get(value, (value,)) for value in read))
+        for output in equation.outputs:
+            self.sources[output] = sources
+            for source in sources:
+                self.made_of.setdefault(source, []).append(output)
+
+    def recompute(self, ops: Sequence[int], crossing: Crossing, follows: Sequence[int]) -> dict[int, Any]:
+        """Run ops again behind a barrier.
+
+        Returns:
+            What was made on demand, and the ops of the run that follows without a barrier read too. (A compiler would
+            find that both make the same; who counts operations would not.)
+        """
         past = self.past_the_barrier(ops, crossing)
         if self.slices and crossing.waits:
             again = self.slices.keys() & crossing.covered
@@ -178,19 +213,34 @@ class _Writer:
         covered = [value for value in crossing.covered if value not in past or value in crossing.reads]
         results = (*crossing.makes, *(value for value in crossing.passed_on if value not in past))
 
+        handed_on: list[int] = []
+
         def segment(*values):
-            environment = dict(zip(covered, values, strict=True))
-            self.evaluate(ops, environment, first_run=False)
-            return [environment[value] for value in results]
+            environment, on_demand = dict(zip(covered, values, strict=True)), {}
+            self.evaluate(ops, environment, on_demand, first_run=False)
+            handed_on.extend(self.read_on_demand(follows, on_demand))
+            return [*(environment[value] for value in results), *(on_demand[value] for value in handed_on)]
 
         inputs = [self.environment[value] for value in covered]
         jaxpr = jax.make_jaxpr(segment)(*inputs)
-        constants = compat.constants_of(
-            jaxpr
-        )  # the stacks, and the number of its step, of what a loop's step reads again
+        constants = compat.constants_of(jaxpr)  # stacks, and a step's number, of what a loop's step reads again
         through = [*(False for _ in constants), *(value not in past for value in covered)]
         outputs = compat.bind_remat(compat.open_jaxpr(jaxpr), [*constants, *inputs], through, self.policy)
-        self.environment.update(zip(results, outputs, strict=True))
+        self.environment.update(zip(results, outputs[: len(results)], strict=True))
+        return dict(zip(handed_on, outputs[len(results) :], strict=True))
+
+    def read_on_demand(self, ops: Sequence[int], made: Container[int]) -> list[int]:
+        """Which of the values that were made on demand some ops read, or what they have to make on demand reads."""
+        found: dict[int, bool] = {}
+        stack = [self.bridge.equation_of[op] for op in reversed(ops)]
+        while stack:
+            for atom in self.program.equations[stack.pop()].inputs:
+                if isinstance(atom, Constant) or atom not in self.bridge.on_demand or atom in found:
+                    continue
+                found[atom] = atom in made and bool(self.sources[atom])  # constants are made afresh
+                if atom not in made:
+                    stack.append(self.bridge.on_demand[atom])
+        return [atom for atom, is_made in found.items() if is_made]
 
     def past_the_barrier(self, ops: Sequence[int], crossing: Crossing) -> frozenset[int]:
         """Gathered inputs that a run and what follows it read as they are, so that they are gathered once.
