@@ -19,8 +19,8 @@ more than different ones.
 
 The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, between each two of these
 what a descent from the larger finds, and in the gaps that remain what can be saved from the smaller on; none is beaten
-in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer is the least memory with at most one extra forward
-pass of time.
+in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer
+is the least memory with at most one extra forward pass of time.
 
 Gap: ops of first runs keep their order.
 """
