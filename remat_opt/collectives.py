@@ -80,7 +80,7 @@ def without_repeats(
         found.append((sent.arrays, decision))
         if plain is None or plain.collectives is None or sent.arrays <= plain.collectives.arrays:
             break
-        more = _with_their_like(sent.recomputed, prepared.captured.program)
+        more = _with_their_like(sent.recomputed, prepared.bridge.program)
         if sent.gathers > plain.collectives.gathers and not once:
             once = True
         elif more <= pinned:

@@ -108,7 +108,8 @@ class Decider:
     # Results
 
     def plain(self, note: str, figures: Figures | None = None) -> Decision:
-        return self.decision(Found(self.given, self.given.problem.plain), figures or self.plain_figures, note=note)
+        unchanged = self.given.unchanged
+        return self.decision(Found(unchanged, unchanged.problem.plain), figures or self.plain_figures, note=note)
 
     def decision(
         self, found: Found, measured: Figures | None = None, note: str = "", *, as_searched: bool = False
@@ -116,7 +117,7 @@ class Decider:
         prepared, solution = found.prepared, found.solution
         peak = found.peak if as_searched and not found.runs_as_given else self.foreseen(found)
         names = prepared.names(solution.choice)
-        graph, given = prepared.bridge.graph, self.given.bridge.graph
+        graph, given = prepared.bridge.graph, self.given.unchanged.bridge.graph
         predicted = Prediction(
             plain_peak_bytes=prepared.as_given,
             peak_bytes=peak,
@@ -131,8 +132,8 @@ class Decider:
         loops = prepared.loops or self.forms.loops
         said = loops.summary(written=written is not None) if loops else ""
         plan = Plan(
-            fingerprint=prepared.fingerprint,
-            inputs=prepared.inputs,
+            fingerprint=self.given.fingerprint,
+            inputs=self.given.inputs,
             equations=len(self.given.captured.program.equations),
             target=prepared.target.name,
             solver=self.settings.solver,
@@ -150,6 +151,7 @@ class Decider:
             loop_bodies=written.bodies if written else 0,
             inside_loops=written.inside if written else None,
             gathers_once=prepared.captured.program.gathers_once,
+            rewritten=prepared.is_rewritten,
         )
         return Decision(prepared, solution, plan)
 

@@ -60,7 +60,7 @@ class Found:
     @property
     def runs_as_given(self) -> bool:
         """Whether nothing is changed."""
-        return self.prepared.given is None and not self.solution.schedule.recomputed
+        return not self.prepared.is_rewritten and not self.solution.schedule.recomputed
 
     def is_the_same_as(self, other: Found) -> bool:
         """Whether the same step is written."""

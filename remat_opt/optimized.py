@@ -166,7 +166,7 @@ class OptimizedFunction:
             decision.plan,
             prepared.graph_as_given,
             prepared.problem.graph,
-            (prepared.given or prepared).problem.plain.liveness,
+            prepared.unchanged.problem.plain.liveness,
             solution.liveness,
             prepared.names(solution.choice),
             dict(decision.seconds),
@@ -285,7 +285,7 @@ class OptimizedFunction:
             # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
             return compile_as_called(jax.jit(self._fun, **with_ours(self._options)), prepared.target, args, kwargs)
         if solution is None:
-            prepared = prepared.given or prepared
+            prepared = prepared.unchanged
             solution = prepared.problem.plain
         rewritten = not runs_as_given(prepared, solution)
         if rewritten != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:

@@ -74,6 +74,8 @@ class Plan:
             none was written again.
         gathers_once: of a step that is divided among devices: what is computed again reads the weights that it needs
             whole as they were gathered before.
+        rewritten: whether operations have another form than in the step as it was given; then it is written even where
+            nothing is recomputed.
     """
 
     fingerprint: str
@@ -95,11 +97,12 @@ class Plan:
     loop_bodies: int = 0
     inside_loops: float | None = None
     gathers_once: bool = False
+    rewritten: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is recomputed: the step runs as it was given."""
-        return not self.schedule.recomputed and not self.loops and not self.loop_bodies
+        """Whether nothing is changed: the step runs as it was given."""
+        return not (self.schedule.recomputed or self.loops or self.loop_bodies or self.rewritten)
 
     @property
     def edited(self) -> bool:
@@ -149,6 +152,8 @@ class Plan:
         }
         if self.gathers_once:  # left out elsewhere, as in plans from before there was such a thing
             document["gathers_once"] = True
+        if self.rewritten:
+            document["rewritten"] = True
         document["schedule_digest"] = _digest_of_schedule(document)
         return json.dumps(document, indent=1)
 
@@ -211,6 +216,7 @@ class Plan:
             loop_bodies=int(document["loop_bodies"]),
             inside_loops=document["inside_loops"],
             gathers_once="gathers_once" in document,
+            rewritten="rewritten" in document,
         )
 
     def save(self, path: str | Path) -> None:
@@ -312,6 +318,8 @@ def _digest_of_schedule(document: dict[str, Any]) -> str:
     parts = [document[name] for name in ("choice", "schedule", "loops")]
     if "gathers_once" in document:
         parts.append({"gathers_once": document["gathers_once"]})
+    if "rewritten" in document:
+        parts.append({"rewritten": document["rewritten"]})
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

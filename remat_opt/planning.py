@@ -123,6 +123,9 @@ def take_over(decider: Decider, plan: Plan) -> Decision:
         PlanError: it is for another program, or damaged.
     """
     check_fit(plan, decider.given.fingerprint, decider.given.inputs, len(decider.given.captured.program.equations))
+    note = made_elsewhere(plan, decider.given.target.name) or plan.note
+    if plan.is_plain and not plan.edited:
+        return decider.plain(note, plan.measured)
     try:
         pairs = find_pairs(decider.given.captured.program, keep_checkpoints=decider.settings.keep_user_checkpoints)
         loops = LoopChoices(pairs.pairs, plan.loops, (), pairs.left)
@@ -136,7 +139,6 @@ def take_over(decider: Decider, plan: Plan) -> Decision:
             f"expected a schedule of this program, found a damaged one: {error}. Plan again with "
             "step.plan(*args).save(path)"
         ) from error
-    note = made_elsewhere(plan, decider.given.target.name) or plan.note
     return decider.decision(found, plan.measured if not plan.edited else None, note=note)
 
 
@@ -163,7 +165,7 @@ def solution_of(plan: Plan, prepared: Prepared) -> Solution:
 
 def edited_choice(plan: Plan, prepared: Prepared) -> Choice:
     """A plan's choice with the tensors that it names as the saved ones."""
-    program = prepared.captured.program
+    program = prepared.bridge.program
     names = name_values(program, range(len(program.avals)))
     by_name = {name: value for value, name in names.items()}
     unknown = [name for name in plan.saved if name not in by_name]

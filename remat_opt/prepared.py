@@ -99,14 +99,34 @@ class Prepared:
         return self.captured.program.marks is not None
 
     @property
+    def is_rewritten(self) -> bool:
+        """Whether operations have another form than in the step as it was given, so that to write it pays even where
+        nothing is recomputed."""
+        return self.given is not None or len(self.bridge.program.avals) != len(self.captured.given.avals)
+
+    @functools.cached_property
+    def unchanged(self) -> Prepared:
+        """The step as it was given, of which nothing is written."""
+        if self.given:
+            return self.given.unchanged
+        if not self.is_rewritten:
+            return self
+        planned = self.captured.program
+        given = dataclasses.replace(
+            self.captured.given, marks=planned.marks, repeats_collectives=planned.repeats_collectives
+        )
+        again = prepare(dataclasses.replace(self.captured, program=given), self.target, keep_scatters=True)
+        return dataclasses.replace(again, seconds=self.seconds)
+
+    @property
     def extra_seconds(self) -> float:
         """Estimated time beyond that of the step as it was given, before anything else is recomputed."""
-        return self.bridge.graph.seconds - self.given.bridge.graph.seconds if self.given else 0.0
+        return self.bridge.graph.seconds - self.unchanged.bridge.graph.seconds
 
     @property
     def extra_flops(self) -> float:
         """The same in FLOPs."""
-        return self.bridge.graph.flops - self.given.bridge.graph.flops if self.given else 0.0
+        return self.bridge.graph.flops - self.unchanged.bridge.graph.flops
 
     @property
     def rates(self) -> Rates:
@@ -143,12 +163,7 @@ class Prepared:
     @functools.cached_property
     def peak_in_order(self) -> int:
         """What the search's answers are compared with: its own peak in bytes for the step in the order given."""
-        if self.given:
-            return self.given.peak_in_order
-        program = self.captured.given
-        if len(program.avals) == len(self.captured.program.avals):
-            return peak_of(self.bridge.graph)
-        return peak_of(_bridge(program, self.captured, self.target).graph)  # with its scatters
+        return peak_of(self.unchanged.bridge.graph)
 
     @property
     def can_be_foreseen(self) -> bool:
@@ -187,16 +202,22 @@ class Prepared:
 
     def names(self, choice: Choice) -> dict[int, str]:
         """Names of the saved values."""
-        return name_values(self.captured.program, choice.saved)
+        return name_values(self.bridge.program, choice.saved)
 
 
-def prepare(captured: Captured, target: Target) -> Prepared:
-    """Build the graph of a captured program with the costs of a target."""
+def prepare(captured: Captured, target: Target, *, keep_scatters: bool = False) -> Prepared:
+    """Build the graph of a captured program with the costs of a target.
+
+    Args:
+        captured: the program.
+        target: whose costs.
+        keep_scatters: see `build`.
+    """
     started = time.perf_counter()
-    bridge = _bridge(captured.program, captured, target)
+    bridge = _bridge(captured.program, captured, target, keep_scatters=keep_scatters)
     return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
 
 
-def _bridge(program: Program, captured: Captured, target: Target) -> Bridge:
+def _bridge(program: Program, captured: Captured, target: Target, *, keep_scatters: bool = False) -> Bridge:
     rates = Rates(target.bandwidth, target.flops)
-    return build(program, rates, captured.donated, platform=target.platform)
+    return build(program, rates, captured.donated, platform=target.platform, keep_scatters=keep_scatters)

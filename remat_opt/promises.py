@@ -25,7 +25,8 @@ def keep_budget(decider: Decider) -> Decision:
         return _predicted(decider)
     fraction = decider.settings.budget.fraction
     if fraction == 1.0:
-        figures = decider.measure(Found(decider.given, decider.given.problem.plain))
+        unchanged = decider.given.unchanged
+        figures = decider.measure(Found(unchanged, unchanged.problem.plain))
         return decider.plain("a budget of 1.0 is what the step as it was given needs", figures)
     if fraction is not None:
         return _Promise(decider, int(fraction * decider.measure(None).temp_bytes)).keep()

@@ -98,7 +98,8 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
         return None
     closed = _forward_and_backward(lambda arguments: evaluate(program, arguments, _tie), avals, outputs)
     joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
-    prepared = prepare(Captured(None, joint, joint, (False,) * len(joint.inputs), ()), target)
+    captured = Captured(None, joint, joint, (False,) * len(joint.inputs), ())
+    prepared = prepare(captured, target, keep_scatters=True)  # JAX differentiates what is written, as it did this
     ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}
     return Differentiated(
         program,

@@ -60,8 +60,13 @@ def _flops_of_equation(equation: Any) -> float:
     name = equation.primitive.name
     if name.startswith("reduce_window"):
         return float(results[0] * math.prod(equation.params["window_dimensions"]))
-    if name.startswith("select_and_scatter"):  # each number of a window is compared, kept or not, and its place, too
-        return math.prod(equation.invars[0].aval.shape) * (3.0 * math.prod(equation.params["window_dimensions"]) + 1)
+    if name.startswith("select_and_scatter"):
+        # What XLA makes of it and counts itself (`select_and_scatter_expander.cc`): a number is compared with the one
+        # found so far, six operations ask whether either is the first, and it is selected with its index along every
+        # dimension; then a sum for each window.
+        windows = equation.invars[0].aval.shape
+        numbers = math.prod(equation.params["window_dimensions"]) - 1
+        return float(math.prod(windows) * ((7 + len(windows)) * numbers + 1))
     if name.startswith(("reduce_", "argmax", "argmin")) and equation.invars:
         return float(math.prod(equation.invars[0].aval.shape))
     return float(max(results, default=0))

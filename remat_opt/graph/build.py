@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.extend.core import primitives as P
 
@@ -19,7 +21,7 @@ from remat_opt.graph.schedule import save_everything
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
-from remat_opt.program.pooling import EXPANDING_PLATFORMS, without_scatter
+from remat_opt.program.pooling import EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
@@ -41,8 +43,8 @@ def named(names: str) -> frozenset:
     return frozenset(primitive for primitive in found if primitive is not None)
 
 
-ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p}
-REDUCTION = named(_REDUCTION_NAMES)
+ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p, SPREAD}
+REDUCTION = named(_REDUCTION_NAMES) | {PLACES}
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
 # Their result is no new number: they move bytes, or do nothing, and take no FLOPs.
 MOVES = named(
@@ -50,9 +52,8 @@ MOVES = named(
     "stop_gradient transpose"
 ) | {compat.pvary_p, compat.barrier_p, compat.layout_constraint_p}
 _GPUS = frozenset({"cuda", "rocm"})
-_OF_IMAGES = frozenset({P.conv_general_dilated_p, P.select_and_scatter_add_p}) | named(
-    "reduce_window_max reduce_window_min reduce_window_sum"
-)
+_POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
+_OF_IMAGES = _POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -77,7 +78,14 @@ class Bridge:
     behind_barriers: frozenset[int] = frozenset()
 
 
-def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, platform: str = "") -> Bridge:
+def build(
+    program: Program,
+    rates: Rates,
+    donated: tuple[bool, ...] = (),
+    *,
+    platform: str = "",
+    keep_scatters: bool = False,
+) -> Bridge:
     """Build the graph of a flat program as it is to be planned and written.
 
     Args:
@@ -85,7 +93,10 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
         rates: FLOP/s and bytes/s of the target.
         donated: for each input of the program whether its buffer may be reused.
         platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
+        keep_scatters: the backward passes of pools are to be as they were given; by default they are of two parts.
     """
+    if not keep_scatters:
+        program = by_places(program, platform)
     known_workspaces = dict(program.workspaces)
     turned = _turned_kernels(program) if platform in _GPUS else {}
     turned_by: dict[int, int] = {}
@@ -103,16 +114,14 @@ def build(program: Program, rates: Rates, donated: tuple[bool, ...] = (), *, pla
             continue
         op = op_of(program, equation, rates, constant_equations)
         op = dataclasses.replace(op, inputs=tuple(dict.fromkeys(turned.get(value, value) for value in op.inputs)))
-        if without_scatter(equation, platform):
-            op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
-        else:
-            space = workspace_of(equation, program, platform)
-            inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
-            if inside is None:
-                inside = workspace_of_loops(equation.primitive, equation.params, rates)
-            space = max(space, inside)
-            op = dataclasses.replace(op, workspace=space - _carried_in_place(equation, program, op.inputs, readers))
-        ops.append(op)
+        space = workspace_of(equation, program, platform)
+        inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
+        if inside is None:
+            inside = workspace_of_loops(equation.primitive, equation.params, rates)
+        space = max(space, inside) - _carried_in_place(equation, program, op.inputs, readers)
+        if platform in _GPUS and equation.primitive in _POOLS:  # a loop like others, into which its operand is fused
+            op = dataclasses.replace(op, kind=Kind.REDUCTION)
+        ops.append(dataclasses.replace(op, workspace=space))
         equation_of.append(index)
     sizes = [bytes_of(aval) for aval in program.avals]
     unfused = Graph(
@@ -390,6 +399,25 @@ def _scan_flops(params: dict[str, Any], operands: list[Any], results: list[Any])
     return params["length"] * jaxpr_flops(params["jaxpr"])
 
 
+def _pool_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    return float(math.prod(params["window_dimensions"]) * math.prod(results[0].shape))
+
+
+def _scatter_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    """As XLA expands it (`select_and_scatter_expander.cc`): each number of a window but the first is compared, asked
+    whether it is the first (six operations), and selected with its index along every dimension; one sum for each."""
+    window = math.prod(params["window_dimensions"])
+    return float(math.prod(operands[0].shape) * ((7 + len(operands[0].shape)) * (window - 1) + 1))
+
+
+def _part_flops(part: Part) -> Callable[[dict[str, Any], list[Any], list[Any]], float]:
+    def flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+        given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
+        return jaxpr_flops(jax.make_jaxpr(functools.partial(part.bind, **params))(*given))
+
+    return flops
+
+
 def _cond_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
     return max(jaxpr_flops(branch) for branch in params["branches"])
 
@@ -399,4 +427,8 @@ _FLOP_RULES: dict[Any, Callable[[dict[str, Any], list[Any], list[Any]], float]] 
     P.conv_general_dilated_p: _conv_flops,
     P.scan_p: _scan_flops,
     P.cond_p: _cond_flops,
+    **dict.fromkeys(_POOLS, _pool_flops),
+    P.select_and_scatter_add_p: _scatter_flops,
+    PLACES: _part_flops(PLACES),
+    SPREAD: _part_flops(SPREAD),
 }

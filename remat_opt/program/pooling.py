@@ -1,19 +1,26 @@
-"""The backward pass of max-pooling without a scatter.
+"""The backward pass of max-pooling without a scatter, in two parts.
 
 JAX differentiates max-pooling into `select_and_scatter_add`. XLA's CPU and GPU compilers expand that into a windowed
 reduction that carries an index for every dimension (four arrays of integers beside the maximum, for images), an array
-of zeros of the input's size, and a scatter. On a TPU it is one instruction, which needs none of that.
+of zeros of the input's size, and a scatter; and it reads the pool's whole operand again. On a TPU it is one
+instruction, which needs none of that.
 
-The form here needs one byte for each window, which says where in the window its maximum was found; the rest is
-elementwise and is fused. Windows are visited in the same order and each element sums its windows in the same order, so
-that the results are the same to the bit, for ties, infinities and NaNs too.
+The form here has one byte for each window, its *place*, which says where in the window the maximum was found. It is made
+beside the pool and is all that the backward pass reads; the rest is elementwise and is fused. Windows are visited in the
+same order and each element sums its windows in the same order, so that the results are the same to the bit, for ties,
+infinities and NaNs too.
+
+*Rectified operands.* The gradient of a rectifier in front of a pool is masked where its input was not positive. The
+only elements that the pool gives a gradient to are those that it selected: their windows say it themselves, by a place
+of -1, and neither the mask nor what it was made of is kept.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +29,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 
-from remat_opt.program.inline import Equation
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.masks import is_zero
 
 # One term of the sum for each place in a window; beyond this a scatter is the shorter program.
 LARGEST_WINDOW = 64
@@ -39,27 +47,75 @@ def without_scatter(equation: Equation, platform: str) -> bool:
     return inside and math.prod(window) <= LARGEST_WINDOW
 
 
-def scatter_free(source: jax.Array, operand: jax.Array, params: dict[str, Any]) -> jax.Array:
-    """What `select_and_scatter_add` computes.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Part:
+    """Stands in an equation for a primitive: several operations that are one to the planner."""
+
+    name: str
+    bind: Callable[..., jax.Array]
+    multiple_results: bool = False
+
+    def get_bind_params(self, params: dict[str, Any]) -> dict[str, Any]:
+        """As of JAX's primitives."""
+        return params
+
+
+def places_of(operand: jax.Array, *, pool: dict[str, Any], rectified: bool = False) -> jax.Array:
+    """For each window of an array the index of the place in it that is selected.
 
     Args:
-        source: one number for each window, (windows along each dimension of `operand`).
-        operand: the array that is searched for each window's selected element.
-        params: of the equation: `select_prim` ("ge" for a maximum), window dimensions, strides and padding.
+        operand: the array.
+        pool: parameters of `select_and_scatter_add`: `select_prim` ("ge" for a maximum), window dimensions, strides and
+            padding.
+        rectified: give -1 where what is selected is not positive.
 
     Returns:
-        For each element of `operand` the sum of `source` over the windows that selected it.
+        int8 (windows along each dimension of `operand`); there are at most `LARGEST_WINDOW` places.
     """
-    window, strides, padding = params["window_dimensions"], params["window_strides"], params["padding"]
+    window, padding, strides = pool["window_dimensions"], pool["padding"], pool["window_strides"]
+    select = pool["select_prim"]
     places = list(itertools.product(*map(range, window)))
-    which = _selected(source.shape, operand, places, params)
+    counts = [
+        (size + low + high - reach) // stride + 1
+        for size, (low, high), reach, stride in zip(operand.shape, padding, window, strides, strict=True)
+    ]
+    least = -np.inf if select is primitives.ge_p else np.inf
+    if not jnp.issubdtype(operand.dtype, jnp.floating):
+        limits = jnp.iinfo(operand.dtype)
+        least = limits.min if select is primitives.ge_p else limits.max
+    padded = lax.pad(operand, jnp.asarray(least, operand.dtype), [(low, high, 0) for low, high in padding])
+
+    def at(place: tuple[int, ...]) -> jax.Array:
+        ends = [start + (count - 1) * step + 1 for start, count, step in zip(place, counts, strides, strict=True)]
+        return lax.slice(padded, place, ends, strides)
+
+    best, which = at(places[0]), jnp.zeros(counts, jnp.int8)
+    for index, place in enumerate(places[1:], 1):
+        candidate = at(place)
+        keep = select.bind(best, candidate)
+        best = lax.select(keep, best, candidate)
+        which = lax.select(keep, which, jnp.full(counts, index, jnp.int8))
+    return lax.select(best > 0, which, jnp.full(counts, -1, jnp.int8)) if rectified else which
+
+
+def spread(source: jax.Array, which: jax.Array, *, pool: dict[str, Any], shape: tuple[int, ...]) -> jax.Array:
+    """For each element of a pooled array the sum over the windows that selected it.
+
+    Args:
+        source: one number for each window.
+        which: the place that each window selected, from `places_of`.
+        pool: as of `places_of`.
+        shape: of the array that was pooled.
+    """
+    window, strides, padding = pool["window_dimensions"], pool["window_strides"], pool["padding"]
+    places = list(itertools.product(*map(range, window)))
     # Elements that are a multiple of the stride apart are at the same places of windows: they are summed up together,
     # as many as there are windows, and spread once.
     sums: dict[tuple[int, ...], jax.Array] = {}
     for index in reversed(range(len(places))):  # windows in their order: the first has the element at its end
         begins = [place - low for place, (low, _) in zip(places[index], padding, strict=True)]
         first = tuple(begin % stride for begin, stride in zip(begins, strides, strict=True))
-        counts = [-(-(n - start) // stride) for n, start, stride in zip(operand.shape, first, strides, strict=True)]
+        counts = [-(-(n - start) // stride) for n, start, stride in zip(shape, first, strides, strict=True)]
         if min(counts) <= 0:  # in the padding, in all windows
             continue
         skipped = [begin // stride for begin, stride in zip(begins, strides, strict=True)]
@@ -69,34 +125,128 @@ def scatter_free(source: jax.Array, operand: jax.Array, params: dict[str, Any]) 
         sums[first] = sums[first] + part if first in sums else part
     total = None
     for first, part in sums.items():
-        spread = [
+        wide = [
             (start, n - start - (count - 1) * stride - 1, stride - 1)
-            for start, n, count, stride in zip(first, operand.shape, part.shape, strides, strict=True)
+            for start, n, count, stride in zip(first, shape, part.shape, strides, strict=True)
         ]
-        part = lax.pad(part, np.zeros((), source.dtype), spread)
+        part = lax.pad(part, np.zeros((), source.dtype), wide)
         total = part if total is None else total + part
-    return jnp.zeros_like(operand) if total is None else total
+    return jnp.zeros(shape, source.dtype) if total is None else total
 
 
-def _selected(
-    windows: tuple[int, ...], operand: jax.Array, places: Sequence[tuple[int, ...]], params: dict[str, Any]
-) -> jax.Array:
-    """For each window the index of the place that is selected; int8, as there are at most `LARGEST_WINDOW` places."""
-    select, strides = params["select_prim"], params["window_strides"]
-    least = -np.inf if select is primitives.ge_p else np.inf
-    if not jnp.issubdtype(operand.dtype, jnp.floating):
-        limits = jnp.iinfo(operand.dtype)
-        least = limits.min if select is primitives.ge_p else limits.max
-    padded = lax.pad(operand, jnp.asarray(least, operand.dtype), [(low, high, 0) for low, high in params["padding"]])
+PLACES = Part("max_pool_places", places_of)
+SPREAD = Part("max_pool_spread", spread)
 
-    def at(place: tuple[int, ...]) -> jax.Array:
-        ends = [start + (count - 1) * step + 1 for start, count, step in zip(place, windows, strides, strict=True)]
-        return lax.slice(padded, place, ends, strides)
 
-    best, which = at(places[0]), jnp.zeros(windows, jnp.int8)
-    for index, place in enumerate(places[1:], 1):
-        candidate = at(place)
-        keep = select.bind(best, candidate)
-        best = lax.select(keep, best, candidate)
-        which = lax.select(keep, which, jnp.full(windows, index, jnp.int8))
-    return which
+def by_places(program: Program, platform: str) -> Program:
+    """The same program with such scatters in two parts; places stand behind what makes the pool's operand, or behind
+    the pool, and are read behind a barrier, so that no compiler makes them again from the operand."""
+    scatters = [equation for equation in program.equations if without_scatter(equation, platform)]
+    if not scatters:
+        return program
+    return _Rewriting(program).run(scatters)
+
+
+class _Rewriting:
+    def __init__(self, program: Program):
+        self.program = program
+        self.avals = list(program.avals)
+        self.producer = {value: index for index, one in enumerate(program.equations) for value in one.outputs}
+        self.readers: dict[int, list[int]] = {}
+        for index, equation in enumerate(program.equations):
+            for value in {atom for atom in equation.inputs if isinstance(atom, int)}:
+                self.readers.setdefault(value, []).append(index)
+        self.instead: dict[int, Equation] = {}  # by the index of the equation that makes the result
+        self.behind: dict[int, list[Equation]] = {}  # what comes next; -1 for the beginning
+        self.gone: set[int] = set()
+        self.opaque = set(program.opaque)
+
+    def run(self, scatters: Sequence[Equation]) -> Program:
+        for equation in scatters:
+            self.divide(equation)
+        equations = [*self.behind.get(-1, ())]
+        for index, equation in enumerate(self.program.equations):
+            if index not in self.gone:
+                equations.append(self.instead.get(index, equation))
+            equations += self.behind.get(index, ())
+        return dataclasses.replace(
+            self.program, avals=tuple(self.avals), equations=tuple(equations), opaque=frozenset(self.opaque)
+        )
+
+    def divide(self, equation: Equation) -> None:
+        source, operand = equation.inputs
+        (at,) = {self.producer[value] for value in equation.outputs}
+        mask = self.mask_behind(equation)
+        aval = operand.aval if isinstance(operand, Constant) else self.avals[operand]
+        pool = {
+            name: equation.params[name] for name in ("select_prim", "window_dimensions", "window_strides", "padding")
+        }
+        params = {"pool": pool, "rectified": mask is not None}
+        windows = jax.eval_shape(
+            lambda operand: places_of(operand, **params), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        )
+        which = len(self.avals)
+        self.avals.append(windows)
+        self.opaque.add(which)
+        places = dataclasses.replace(equation, primitive=PLACES, inputs=(operand,), outputs=(which,), params=params)
+        self.behind.setdefault(self.pool_of(operand, pool), []).append(places)
+        last = at if mask is None else mask
+        self.instead[last] = dataclasses.replace(
+            equation,
+            primitive=SPREAD,
+            inputs=(source, which),
+            outputs=self.program.equations[last].outputs,
+            params={"pool": pool, "shape": tuple(aval.shape)},
+        )
+        if mask is not None:
+            self.gone.add(at)
+            self.drop_mask(mask, operand)
+
+    def pool_of(self, operand: int | Constant, pool: dict[str, Any]) -> int:
+        """Behind which equation an operand's places are made."""
+        if isinstance(operand, Constant):
+            return -1
+        made, pools = self.producer.get(operand, -1), self.readers.get(operand, ())
+        same = ("window_dimensions", "window_strides", "padding")
+        for index in pools:
+            one = self.program.equations[index]
+            if one.primitive.name.startswith("reduce_window") and all(one.params.get(x) == pool[x] for x in same):
+                return index
+        return made
+
+    def mask_behind(self, equation: Equation) -> int | None:
+        """The equation that masks a gradient where the rectifier in front of the pool was not positive, and is all that
+        reads it."""
+        (result,), operand = equation.outputs, equation.inputs[1]
+        readers = self.readers.get(result, ())
+        rectifier = self.made_by(operand, primitives.max_p)
+        is_maximum = equation.params["select_prim"] is primitives.ge_p
+        if len(readers) != 1 or result in self.program.outputs or rectifier is None or not is_maximum:
+            return None
+        if not is_zero(rectifier.inputs[1]):
+            return None
+        select = self.program.equations[readers[0]]
+        if select.primitive is not primitives.select_n_p or len(select.inputs) != 3 or select.inputs[2] != result:
+            return None
+        mask = self.made_by(select.inputs[0], primitives.gt_p)
+        asks = mask is not None and mask.inputs[0] in (rectifier.inputs[0], operand) and is_zero(mask.inputs[1])
+        return readers[0] if asks and self.is_zeros(select.inputs[1]) else None
+
+    def made_by(self, value: int | Constant, primitive: Any) -> Equation | None:
+        maker = self.producer.get(value) if isinstance(value, int) else None
+        equation = None if maker is None else self.program.equations[maker]
+        return equation if equation is not None and equation.primitive is primitive else None
+
+    def is_zeros(self, value: int | Constant) -> bool:
+        spread_out = self.made_by(value, primitives.broadcast_in_dim_p)
+        return is_zero(value) or (spread_out is not None and is_zero(spread_out.inputs[0]))
+
+    def drop_mask(self, select: int, operand: int | Constant) -> None:
+        """A mask that nothing else reads is not made, and its rectifier's result need not be hidden for it."""
+        mask = self.program.equations[select].inputs[0]
+        assert isinstance(mask, int)
+        if self.readers[mask] == [select] and mask not in self.program.outputs:
+            self.gone.add(self.producer[mask])
+            asked = [i for i in self.readers.get(operand, ()) if self.program.equations[i].primitive is primitives.gt_p]
+            if isinstance(operand, int) and asked == [self.producer[mask]]:
+                self.opaque.discard(operand)

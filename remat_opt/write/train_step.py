@@ -21,7 +21,6 @@ from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, scope_of
-from remat_opt.program.pooling import scatter_free, without_scatter
 from remat_opt.program.slices import Slice, at_once
 
 # Compilers that give the gradient of a weight the layout that its convolution likes, and with it the updated weight,
@@ -153,9 +152,6 @@ class _Writer:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
         scope = scope_of(self.program, equation) if again else None
         with compat.equation_context(equation.source_info, equation.context, scope):
-            if without_scatter(equation, self.bridge.platform):
-                source, operand = inputs
-                return [scatter_free(source, operand, equation.params)]
             return compat.bind_equation(equation.primitive, equation.params, inputs)
 
     def read(self, atom: int | Constant, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:
