@@ -1,20 +1,23 @@
 """The backward pass of max-pooling without a scatter: the same bits, and none of the scatter's buffers."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flop_walk import flops_of
 from jax import lax
 from jax.extend.core import primitives
 
-from remat_opt import optimize
+from remat_opt import Plan, optimize
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import save_everything
+from remat_opt.program import compat
 from remat_opt.program.inline import Equation, inline
-from remat_opt.program.pooling import places_of, spread, without_scatter
+from remat_opt.program.pooling import PLACES, by_places, places_of, spread, without_scatter
 from remat_opt.targets import measure_flat
 from remat_opt.write.train_step import write
 
@@ -82,6 +85,71 @@ def test_min_pooling_and_integers_are_searched_in_their_own_order() -> None:
     np.testing.assert_array_equal(in_two_parts(g, x, scatter_in(fun, x, g).params), fun(x, g))
 
 
+def rectified_backward(window: int, stride: int, padding: str):
+    def fun(x, cotangent):
+        return jax.vjp(lambda x: max_pool(jax.nn.relu(x), window, stride, padding), x)[1](cotangent)[0]
+
+    return fun
+
+
+@pytest.mark.parametrize(("window", "stride", "padding"), [(3, 2, "VALID"), (2, 2, "VALID"), (3, 1, "SAME")])
+@pytest.mark.parametrize("mean", [0.0, -1.0])
+def test_a_rectifiers_gradient_is_the_same_to_the_bit_without_its_mask(
+    window: int, stride: int, padding: str, mean: float
+) -> None:
+    rng = np.random.default_rng(0)
+    x = np.round(rng.normal(mean, size=(2, 9, 9, 3)), 1).astype(np.float32)
+    x[0, 0, 0, 0], x[0, 1, 1, 0], x[1, :4, :4, 1], x[0, 5, 5, 2] = np.nan, np.inf, -np.inf, -0.0
+    x = jnp.asarray(x)
+    pooled = jax.eval_shape(lambda x: max_pool(x, window, stride, padding), x)
+    cotangent = jnp.asarray(rng.normal(size=pooled.shape), jnp.float32)
+    fun = rectified_backward(window, stride, padding)
+    program = inline(jax.make_jaxpr(fun)(x, cotangent))
+    bridge = build(program, RATES, platform="cpu")
+    (places,) = [one for one in bridge.program.equations if one.primitive is PLACES]
+    assert places.params["rectified"]
+    assert not any(one.primitive is primitives.gt_p for one in bridge.program.equations)
+    found = jax.jit(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(x, cotangent)
+    np.testing.assert_array_equal(found[0], jax.jit(fun)(x, cotangent))
+
+
+def pooled_and_more(x):
+    rectified = jax.nn.relu(x)
+    return max_pool(rectified, 2, 2, "VALID").sum() + (rectified**2).sum()
+
+
+def pooled_sevenths(x):
+    return max_pool(jnp.where(x > 0, x, x / 7), 2, 2, "VALID").sum()
+
+
+def least_pooled(x):
+    least = lax.reduce_window(jax.nn.relu(x), jnp.inf, lax.min, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+    return (least**2).sum()
+
+
+@pytest.mark.parametrize("loss", [pooled_and_more, pooled_sevenths, least_pooled])
+def test_masks_that_others_need_or_of_other_rectifiers_stay(loss) -> None:
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
+    program = by_places(inline(jax.make_jaxpr(jax.grad(loss))(x)), "cpu")
+    (places,) = [one for one in program.equations if one.primitive is PLACES]
+    assert not places.params["rectified"]
+    bridge = build(program, RATES, platform="cpu")
+    (found,) = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
+    np.testing.assert_array_equal(found, jax.jit(jax.grad(loss))(x))
+
+
+@pytest.mark.parametrize("rank", [2, 3, 4])
+def test_the_count_of_a_scatters_flops_is_the_compilers_own(rank: int) -> None:
+    window = (1, *(2 for _ in range(rank - 2)), 3)
+    x = jnp.zeros((2, *(8 for _ in range(rank - 2)), 9))
+    pool = lambda x: lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID")  # noqa: E731
+    closed = jax.make_jaxpr(lambda x, g: jax.vjp(pool, x)[1](g)[0])(x, pool(x))
+    (scatter,) = [e for e in closed.jaxpr.eqns if e.primitive is primitives.select_and_scatter_add_p]
+    alone = jax.jit(lambda x, g: scatter.primitive.bind(g, x, **scatter.params)).trace(x, pool(x))
+    ours = build(inline(alone.jaxpr), RATES, platform="cpu", keep_scatters=True).graph.flops
+    assert flops_of(alone.jaxpr) == alone.lower().compile().cost_analysis()["flops"] == ours
+
+
 @pytest.mark.parametrize(("platform", "scatters"), [("cpu", 0), ("cuda", 0), ("tpu", 1), ("", 1)])
 def test_only_compilers_that_expand_the_scatter_get_the_other_form(platform: str, scatters: int) -> None:
     x, g = jnp.zeros((1, 6, 6, 1)), jnp.zeros((1, 3, 3, 1))
@@ -121,6 +189,43 @@ def pooling_step(kernel, images):
         return (max_pool(x, 2, 2, "VALID") ** 2).mean()
 
     return kernel - 0.1 * jax.grad(loss)(kernel)
+
+
+def deep_pooling_step(kernels, images):
+    def loss(kernels):
+        x = images
+        for kernel in kernels:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers) + 1.0)
+            x = max_pool(x, 2, 2, "VALID")
+        return (x**2).mean()
+
+    return jax.tree.map(lambda kernel, gradient: kernel - 0.1 * gradient, kernels, jax.grad(loss)(kernels))
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+def test_pools_by_places_pay_where_nothing_is_recomputed(target: str, tmp_path: Path) -> None:
+    kernels = [KERNEL, KERNEL, KERNEL]
+    images = jax.ShapeDtypeStruct((16, 64, 64, 64), jnp.float32)
+    measured = measure_flat(
+        lambda *leaves: deep_pooling_step(leaves[:3], leaves[3]),
+        [*kernels, images],
+        donated=(0, 1, 2),
+        target=target,
+    )
+    optimized = optimize(deep_pooling_step, target=target, donate_argnums=0, budget=0.8)
+    plan = optimized.plan(kernels, images)
+    assert not plan.is_plain
+    assert not plan.schedule.recomputed
+    assert plan.rewritten
+    assert plan.predicted.extra_flops < 0
+    assert plan.measured.temp_bytes <= 0.8 * measured.temp_bytes
+    plan.save(tmp_path / "plan.json")
+    again = optimize(deep_pooling_step, target=target, donate_argnums=0, plan=Plan.load(tmp_path / "plan.json"))
+    assert not again.plan(kernels, images).is_plain
+    written = again.jaxpr(kernels, images)
+    assert not any(e.primitive is primitives.select_and_scatter_add_p for e in compat.bare_jaxpr(written).eqns)
+    assert optimize(deep_pooling_step, target=target, donate_argnums=0, budget=1.0).plan(kernels, images).is_plain
 
 
 @pytest.mark.parametrize("target", ["cpu", "h200"])

@@ -5,10 +5,10 @@ reduction that carries an index for every dimension (four arrays of integers bes
 of zeros of the input's size, and a scatter; and it reads the pool's whole operand again. On a TPU it is one
 instruction, which needs none of that.
 
-The form here has one byte for each window, its *place*, which says where in the window the maximum was found. It is made
-beside the pool and is all that the backward pass reads; the rest is elementwise and is fused. Windows are visited in the
-same order and each element sums its windows in the same order, so that the results are the same to the bit, for ties,
-infinities and NaNs too.
+The form here has one byte for each window, its *place*, which says where in the window the maximum was found. It is
+made beside the pool and is all that the backward pass reads; the rest is elementwise and is fused. Windows are visited
+in the same order and each element sums its windows in the same order, so that the results are the same to the bit, for
+ties, infinities and NaNs too.
 
 *Rectified operands.* The gradient of a rectifier in front of a pool is masked where its input was not positive. The
 only elements that the pool gives a gradient to are those that it selected: their windows say it themselves, by a place
@@ -18,6 +18,7 @@ of -1, and neither the mask nor what it was made of is kept.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from remat_opt.program.masks import is_zero
 
 # One term of the sum for each place in a window; beyond this a scatter is the shorter program.
 LARGEST_WINDOW = 64
+_WINDOWS = ("window_dimensions", "window_strides", "padding")
 EXPANDING_PLATFORMS = frozenset({"cpu", "cuda", "rocm"})
 
 
@@ -89,13 +91,14 @@ def places_of(operand: jax.Array, *, pool: dict[str, Any], rectified: bool = Fal
         ends = [start + (count - 1) * step + 1 for start, count, step in zip(place, counts, strides, strict=True)]
         return lax.slice(padded, place, ends, strides)
 
-    best, which = at(places[0]), jnp.zeros(counts, jnp.int8)
+    best = at(places[0])
+    which = jnp.zeros_like(best, jnp.int8)
     for index, place in enumerate(places[1:], 1):
         candidate = at(place)
         keep = select.bind(best, candidate)
         best = lax.select(keep, best, candidate)
-        which = lax.select(keep, which, jnp.full(counts, index, jnp.int8))
-    return lax.select(best > 0, which, jnp.full(counts, -1, jnp.int8)) if rectified else which
+        which = lax.select(keep, which, jnp.full_like(which, index))
+    return lax.select(best > 0, which, jnp.full_like(which, -1)) if rectified else which
 
 
 def spread(source: jax.Array, which: jax.Array, *, pool: dict[str, Any], shape: tuple[int, ...]) -> jax.Array:
@@ -178,18 +181,15 @@ class _Rewriting:
         (at,) = {self.producer[value] for value in equation.outputs}
         mask = self.mask_behind(equation)
         aval = operand.aval if isinstance(operand, Constant) else self.avals[operand]
-        pool = {
-            name: equation.params[name] for name in ("select_prim", "window_dimensions", "window_strides", "padding")
-        }
+        pool = {name: equation.params[name] for name in ("select_prim", *_WINDOWS)}
         params = {"pool": pool, "rectified": mask is not None}
-        windows = jax.eval_shape(
-            lambda operand: places_of(operand, **params), jax.ShapeDtypeStruct(aval.shape, aval.dtype)
-        )
+        given = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
+        windows = jax.eval_shape(functools.partial(places_of, **params), given)
         which = len(self.avals)
         self.avals.append(windows)
         self.opaque.add(which)
         places = dataclasses.replace(equation, primitive=PLACES, inputs=(operand,), outputs=(which,), params=params)
-        self.behind.setdefault(self.pool_of(operand, pool), []).append(places)
+        self.behind.setdefault(self.pool_of(operand, pool, at), []).append(places)
         last = at if mask is None else mask
         self.instead[last] = dataclasses.replace(
             equation,
@@ -202,15 +202,15 @@ class _Rewriting:
             self.gone.add(at)
             self.drop_mask(mask, operand)
 
-    def pool_of(self, operand: int | Constant, pool: dict[str, Any]) -> int:
-        """Behind which equation an operand's places are made."""
+    def pool_of(self, operand: int | Constant, pool: dict[str, Any], before: int) -> int:
+        """Behind which equation an operand's places are made, for one that reads them."""
         if isinstance(operand, Constant):
             return -1
         made, pools = self.producer.get(operand, -1), self.readers.get(operand, ())
-        same = ("window_dimensions", "window_strides", "padding")
         for index in pools:
             one = self.program.equations[index]
-            if one.primitive.name.startswith("reduce_window") and all(one.params.get(x) == pool[x] for x in same):
+            is_pool = one.primitive.name.startswith("reduce_window") and index < before
+            if is_pool and all(one.params.get(name) == pool[name] for name in _WINDOWS):
                 return index
         return made
 
@@ -245,8 +245,10 @@ class _Rewriting:
         """A mask that nothing else reads is not made, and its rectifier's result need not be hidden for it."""
         mask = self.program.equations[select].inputs[0]
         assert isinstance(mask, int)
-        if self.readers[mask] == [select] and mask not in self.program.outputs:
-            self.gone.add(self.producer[mask])
-            asked = [i for i in self.readers.get(operand, ()) if self.program.equations[i].primitive is primitives.gt_p]
-            if isinstance(operand, int) and asked == [self.producer[mask]]:
+        if self.readers[mask] != [select] or mask in self.program.outputs:
+            return
+        self.gone.add(self.producer[mask])
+        if isinstance(operand, int):
+            readers = [self.program.equations[index] for index in self.readers[operand]]
+            if [one.outputs for one in readers if one.primitive is primitives.gt_p] == [(mask,)]:
                 self.opaque.discard(operand)
