@@ -8,6 +8,9 @@ dependencies but no order, and its rules decide what is live when. Each rule bel
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
+
+from jax.extend.core import primitives as P
 
 from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu import GPUS
@@ -54,7 +57,8 @@ def compiled(
     if platform == "tpu":
         graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)
-    graph = sharing_places(dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order)))
+    ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+    graph = sharing_places(ordered, parts_of_tuples=_parts_of_tuples(ordered) if platform in GPUS else ())
     return tpu.on_chip(graph, reader.accumulated()) if platform == "tpu" and graph.ops else graph
 
 
@@ -63,13 +67,24 @@ def peak_of(graph: Graph) -> int:
     return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
 
-def sharing_places(graph: Graph) -> Graph:
+def _parts_of_tuples(graph: Graph) -> frozenset[int]:
+    """Results of convolutions, which a GPU's library returns together with its scratch memory."""
+    return frozenset(value for op in graph.ops if op.name == P.conv_general_dilated_p.name for value in op.outputs)
+
+
+def sharing_places(graph: Graph, parts_of_tuples: Collection[int] = ()) -> Graph:
     """A graph whose elementwise kernels write over an operand of their result's size that nobody reads after them.
 
     The result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
+
+    Args:
+        graph: kernels in their order.
+        parts_of_tuples: values that are never written over: a kernel does not read them from what made them, but from
+            an instruction that takes the tuple apart, and XLA shares places with direct operands only
+            (`heap_simulator.cc`).
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
-    kept = {*graph.inputs, *graph.outputs}
+    kept = {*graph.inputs, *graph.outputs, *parts_of_tuples}
     ops = list(graph.ops)
     for index, op in enumerate(ops):
         if op.kind is not Kind.ELEMENTWISE:
