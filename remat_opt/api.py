@@ -127,8 +127,8 @@ def frontier(
         **kwargs: keyword arguments of the step.
 
     Returns:
-        A `Frontier`, from the least memory to the step as it was given. Nothing is compiled; give a point's plan to
-        `optimize(fun, plan=point.plan)`.
+        A `Frontier`, from the least memory to the least time, as a rule the step as it was given. Nothing is compiled;
+        give a point's plan to `optimize(fun, plan=point.plan)`.
     """
     settings = check_settings(target=target, solver=solver)
     if isinstance(fun, OptimizedFunction):

@@ -34,7 +34,7 @@ class FrontierPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """The points from the least memory to the step as it was given; iterates over them."""
+    """The points from the least memory to the least time; iterates over them."""
 
     points: tuple[FrontierPoint, ...]
 

@@ -132,6 +132,7 @@ def test_an_elementwise_kernel_writes_over_an_operand_that_dies(kind: Kind, size
     ops = (Op((), (0,)), Op((0,), (1,), kind=kind), Op((1,), (2,)))
     graph = Graph((8, size, 0), ops, outputs=(2,), fused=True)
     assert peak_of(sharing_places(graph)) == peak
+    assert peak_of(sharing_places(graph, parts_of_tuples={0})) == 8 + size
 
 
 def test_a_product_with_few_tiles_is_split_over_the_multiprocessors() -> None:

@@ -11,10 +11,11 @@ from jax import lax
 from remat_opt.compilers.gpu_fusion import Work, fuse_by_cost
 from remat_opt.compilers.gpu_products import merged_products
 from remat_opt.compilers.gpu_work import work_of
-from remat_opt.compilers.model import compiled
+from remat_opt.compilers.model import compiled, peak_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program.inline import inline
+from remat_opt.targets import measure_flat
 
 RATES = Rates(bandwidth=4.8e12, flops={"float32": 1e14})
 MB = 10**6
@@ -229,3 +230,25 @@ def test_arithmetic_has_its_price_and_a_window_reads_each_element_several_times(
     tanh, window = (work_of(equation, program) for equation in program.equations[-2:])
     assert tanh.cycles == 467 * 32 * 32
     assert list(window.uses.values()) == [9]
+
+
+def conv(x: jax.Array, kernel: jax.Array, stride: int) -> jax.Array:
+    return lax.conv_general_dilated(x, kernel, (stride,) * 2, "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+@pytest.mark.parametrize("between", [0, 1])
+def test_no_kernel_writes_over_a_convolutions_result(between: int) -> None:
+    """The first kernel behind a convolution needs a place of its own, the next one writes over the first's result."""
+    image, kernel = array(8, 64, 64, 64), array(3, 3, 64, 64)
+
+    def fun(x, kernel):
+        made = jnp.tanh(conv(x, kernel, 1))
+        for _ in range(between):
+            made = lax.optimization_barrier(made)
+            made = jnp.tanh(made)
+        return [conv(made, kernel, 8)]
+
+    measured = measure_flat(fun, [image, kernel], target="h200")
+    foreseen = peak_of(graph_of(fun, image, kernel))
+    assert measured.temp_bytes == pytest.approx(2 * 4 * image.size, rel=0.02)
+    assert foreseen == pytest.approx(measured.temp_bytes, rel=0.02)

@@ -219,6 +219,7 @@ def test_pools_by_places_pay_where_nothing_is_recomputed(target: str, tmp_path: 
     assert not plan.schedule.recomputed
     assert plan.rewritten
     assert plan.predicted.extra_flops < 0
+    assert "fewer FLOPs" in " ".join(str(optimized.explain(kernels, images)).split())
     assert plan.measured.temp_bytes <= 0.8 * measured.temp_bytes
     plan.save(tmp_path / "plan.json")
     again = optimize(deep_pooling_step, target=target, donate_argnums=0, plan=Plan.load(tmp_path / "plan.json"))

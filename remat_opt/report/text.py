@@ -76,10 +76,13 @@ def _summary(explanation: Explanation) -> list[str]:
             f"{'is' if len(explanation.held) == 1 else 'are'} saved, and what else the backward pass reads is computed "
             f"again in {segments}, each when its gradients are due{updates}."
         )
+    if not done:
+        done.append("Operations are written in another form that keeps less; nothing is computed again.")
+    extra, less = predicted.extra_flops, "more" if predicted.extra_flops >= 0 else "fewer"
     done.append(
         f"The predicted peak of temporary memory goes from {format_bytes(predicted.plain_peak_bytes)} to "
         f"{format_bytes(predicted.peak_bytes)} ({format_change(predicted.peak_bytes, predicted.plain_peak_bytes)}) for "
-        f"{_percent(predicted.extra_flops, predicted.flops)} more FLOPs."
+        f"{_percent(abs(extra), predicted.flops)} {less} FLOPs."
     )
     return textwrap.wrap(" ".join(done), WIDTH)
 
