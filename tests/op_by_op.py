@@ -35,6 +35,26 @@ def bits(value: Any) -> bytes:
     return np.asarray(jax.random.key_data(value) if is_key else value).tobytes()
 
 
+def assert_same_arithmetic(given: Any, written: Any, arguments: Values, expected: Values, found: Values) -> None:
+    """Check that a rewritten jaxpr computes what it was made from, to the bit.
+
+    Where a compiler fuses the two otherwise, which on XLA:CPU depends on the machine's instructions too, what was
+    compiled may differ by rounding; then each op alone must give the same bits.
+
+    Args:
+        given, written: closed jaxprs.
+        arguments: of both.
+        expected, found: what they gave when they were compiled.
+    """
+    pairs = list(zip(expected, found, strict=True))
+    if all(bits(one) == bits(other) for one, other in pairs):
+        return
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
+    one_by_one = [run_op_by_op(closed, arguments) for closed in (given, written)]
+    assert [bits(value) for value in one_by_one[0]] == [bits(value) for value in one_by_one[1]]
+
+
 class _OpByOp:
     def __init__(self, apply: Apply):
         self.apply = apply

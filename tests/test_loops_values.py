@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from loop_models import MODELS
-from op_by_op import bits, run_op_by_op
+from op_by_op import assert_same_arithmetic
 
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
@@ -49,11 +49,6 @@ def kinds_before(pair):
     if pair.length < 5:
         return ()
     return (Chunks(1, 2, all_residuals(pair)), Chunks(2, 1))
-
-
-# In the last step of a chunk that keeps residuals XLA:CPU fuses these cells otherwise: it stands in a loop of its own.
-CELLS = {"lstm", "all hidden states", "encoder and decoder"}
-WITH_A_LAST_STEP_ALONE = {name for name in CHOICES if "residuals" in name or "several kinds" in name}
 
 
 def captured(model):
@@ -112,12 +107,8 @@ def test_values(name, how, as_given):
         found.program.avals[v].str_short() for v in found.program.outputs if isinstance(v, int)
     ]
     results = run(program, leaves)
-    fused_otherwise = name in CELLS and how in WITH_A_LAST_STEP_ALONE
-    if fused_otherwise:
-        one_by_one = [run_op_by_op(as_jaxpr(given), leaves) for given in (found.program, program)]
-        assert [bits(value) for value in one_by_one[0]] == [bits(value) for value in one_by_one[1]]
-    for one, other in zip(expected, results, strict=True):
-        if fused_otherwise or name in WITHIN_ROUNDING or (name in UPDATE_WITHIN_ROUNDING and how != "one level"):
+    if name in WITHIN_ROUNDING or (name in UPDATE_WITHIN_ROUNDING and how != "one level"):
+        for one, other in zip(expected, results, strict=True):
             np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
-        else:
-            np.testing.assert_array_equal(one, other)
+    else:
+        assert_same_arithmetic(as_jaxpr(found.program), as_jaxpr(program), leaves, expected, results)
