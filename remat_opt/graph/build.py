@@ -21,7 +21,7 @@ from remat_opt.graph.schedule import save_everything
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
-from remat_opt.program.pooling import EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
+from remat_opt.program.pooling import BOTH, EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
@@ -43,7 +43,7 @@ def named(names: str) -> frozenset:
     return frozenset(primitive for primitive in found if primitive is not None)
 
 
-ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p, SPREAD}
+ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p, SPREAD, BOTH}
 REDUCTION = named(_REDUCTION_NAMES) | {PLACES}
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
 # Their result is no new number: they move bytes, or do nothing, and take no FLOPs.
@@ -431,4 +431,5 @@ _FLOP_RULES: dict[Any, Callable[[dict[str, Any], list[Any], list[Any]], float]] 
     P.select_and_scatter_add_p: _scatter_flops,
     PLACES: _part_flops(PLACES),
     SPREAD: _part_flops(SPREAD),
+    BOTH: _part_flops(BOTH),
 }

@@ -53,6 +53,7 @@ class Program:
     entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
     run_once: frozenset[int] = frozenset()  # values whose equations are not to be repeated: loops that repeat within
     opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
+    together: tuple[tuple[int, int], ...] = ()  # pairs of which the first is read behind one barrier with the second
     workspaces: tuple[tuple[int, int], ...] = ()  # by an equation's first result: bytes that its body needs as written
     named: tuple[tuple[str, int | Constant], ...] = ()  # what was named, where names are taken out
     # Where arrays are divided among devices: the path to this program in the names of what is computed again ("" for

@@ -13,6 +13,10 @@ ties, infinities and NaNs too.
 *Rectified operands.* The gradient of a rectifier in front of a pool is masked where its input was not positive. The
 only elements that the pool gives a gradient to are those that it selected: their windows say it themselves, by a place
 of -1, and neither the mask nor what it was made of is kept.
+
+*On the CPU* both parts stay one operation, which reads the operand again: in two parts less would have to be
+recomputed, and without the barriers of what is recomputed XLA:CPU leaves the gradients of weights for the end (a small
+VGG-16: 59 MB for 45).
 """
 
 from __future__ import annotations
@@ -137,17 +141,33 @@ def spread(source: jax.Array, which: jax.Array, *, pool: dict[str, Any], shape: 
     return jnp.zeros(shape, source.dtype) if total is None else total
 
 
+def both(source: jax.Array, operand: jax.Array, *, pool: dict[str, Any]) -> jax.Array:
+    """The whole backward pass: `spread` to the places of an array."""
+    return spread(source, places_of(operand, pool=pool), pool=pool, shape=operand.shape)
+
+
 PLACES = Part("max_pool_places", places_of)
 SPREAD = Part("max_pool_spread", spread)
+BOTH = Part("max_pool_backward", both)
 
 
 def by_places(program: Program, platform: str) -> Program:
-    """The same program with such scatters in two parts; places stand behind what makes the pool's operand, or behind
-    the pool, and are read behind a barrier, so that no compiler makes them again from the operand."""
+    """The same program with such scatters in two parts, and on the CPU in one.
+
+    Places are made behind the pool and are read behind one barrier with its result, so that no compiler makes them
+    later, or again, from the operand.
+    """
     scatters = [equation for equation in program.equations if without_scatter(equation, platform)]
     if not scatters:
         return program
+    if platform == "cpu":
+        in_one = {id(one): dataclasses.replace(one, primitive=BOTH, params={"pool": _pool(one)}) for one in scatters}
+        return dataclasses.replace(program, equations=tuple(in_one.get(id(one), one) for one in program.equations))
     return _Rewriting(program).run(scatters)
+
+
+def _pool(equation: Equation) -> dict[str, Any]:
+    return {name: equation.params[name] for name in ("select_prim", *_WINDOWS)}
 
 
 class _Rewriting:
@@ -163,6 +183,7 @@ class _Rewriting:
         self.behind: dict[int, list[Equation]] = {}  # what comes next; -1 for the beginning
         self.gone: set[int] = set()
         self.opaque = set(program.opaque)
+        self.together = list(program.together)
 
     def run(self, scatters: Sequence[Equation]) -> Program:
         for equation in scatters:
@@ -173,7 +194,11 @@ class _Rewriting:
                 equations.append(self.instead.get(index, equation))
             equations += self.behind.get(index, ())
         return dataclasses.replace(
-            self.program, avals=tuple(self.avals), equations=tuple(equations), opaque=frozenset(self.opaque)
+            self.program,
+            avals=tuple(self.avals),
+            equations=tuple(equations),
+            opaque=frozenset(self.opaque),
+            together=tuple(self.together),
         )
 
     def divide(self, equation: Equation) -> None:
@@ -181,7 +206,7 @@ class _Rewriting:
         (at,) = {self.producer[value] for value in equation.outputs}
         mask = self.mask_behind(equation)
         aval = operand.aval if isinstance(operand, Constant) else self.avals[operand]
-        pool = {name: equation.params[name] for name in ("select_prim", *_WINDOWS)}
+        pool = _pool(equation)
         params = {"pool": pool, "rectified": mask is not None}
         given = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         windows = jax.eval_shape(functools.partial(places_of, **params), given)
@@ -189,7 +214,13 @@ class _Rewriting:
         self.avals.append(windows)
         self.opaque.add(which)
         places = dataclasses.replace(equation, primitive=PLACES, inputs=(operand,), outputs=(which,), params=params)
-        self.behind.setdefault(self.pool_of(operand, pool, at), []).append(places)
+        pooled = self.pool_of(operand, pool, at)
+        if pooled is None:
+            made = self.producer.get(operand, -1) if isinstance(operand, int) else -1
+        else:
+            made = pooled
+            self.together.append((which, self.program.equations[pooled].outputs[0]))
+        self.behind.setdefault(made, []).append(places)
         last = at if mask is None else mask
         self.instead[last] = dataclasses.replace(
             equation,
@@ -202,17 +233,14 @@ class _Rewriting:
             self.gone.add(at)
             self.drop_mask(mask, operand)
 
-    def pool_of(self, operand: int | Constant, pool: dict[str, Any], before: int) -> int:
-        """Behind which equation an operand's places are made, for one that reads them."""
-        if isinstance(operand, Constant):
-            return -1
-        made, pools = self.producer.get(operand, -1), self.readers.get(operand, ())
-        for index in pools:
+    def pool_of(self, operand: int | Constant, pool: dict[str, Any], before: int) -> int | None:
+        """The equation, before another one, that pools an operand."""
+        for index in self.readers.get(operand, ()) if isinstance(operand, int) else ():
             one = self.program.equations[index]
             is_pool = one.primitive.name.startswith("reduce_window") and index < before
             if is_pool and all(one.params.get(name) == pool[name] for name in _WINDOWS):
                 return index
-        return made
+        return None
 
     def mask_behind(self, equation: Equation) -> int | None:
         """The equation that masks a gradient where the rectifier in front of the pool was not positive, and is all that

@@ -66,6 +66,7 @@ class _Writer:
         self.sources: dict[int, frozenset[int]] = {}  # of what was made on demand: stored values and inputs
         self.made_of: dict[int, list[int]] = {}  # the way back
         self.run_index = 0
+        self.together = dict(bridge.program.together)
         self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
         self.updated = self.written_over() if bridge.platform in _FREE_LAYOUTS else frozenset()
 
@@ -114,7 +115,8 @@ class _Writer:
             results = self.bind(equation, environment, on_demand, again=not first_run)
             environment.update(zip(equation.outputs, results, strict=True))
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
-                environment[value] = lax.optimization_barrier(environment[value])
+                beside = [other for other in (self.together.get(value),) if other is not None and other in environment]
+                self.behind_barrier([value, *beside], environment, on_demand)
             if first_run:
                 for value in self.updated.intersection(equation.outputs):
                     environment[value] = compat.with_default_layout(environment[value])
