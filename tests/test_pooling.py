@@ -100,6 +100,7 @@ def test_a_rectifiers_gradient_is_the_same_to_the_bit_without_its_mask(
     rng = np.random.default_rng(0)
     x = np.round(rng.normal(mean, size=(2, 9, 9, 3)), 1).astype(np.float32)
     x[0, 0, 0, 0], x[0, 1, 1, 0], x[1, :4, :4, 1], x[0, 5, 5, 2] = np.nan, np.inf, -np.inf, -0.0
+    x[1, 7:, 7:, 2] = np.nan  # the last places of their windows, which NaNs are selected in
     x = jnp.asarray(x)
     pooled = jax.eval_shape(lambda x: max_pool(x, window, stride, padding), x)
     cotangent = jnp.asarray(rng.normal(size=pooled.shape), jnp.float32)
@@ -136,6 +137,74 @@ def test_masks_that_others_need_or_of_other_rectifiers_stay(loss) -> None:
     bridge = build(program, RATES, platform="cuda")
     (found,) = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
     np.testing.assert_array_equal(found, jax.jit(jax.grad(loss))(x))
+
+
+def relu(x):
+    return jnp.maximum(x, 0.0)
+
+
+def masked(x, g, otherwise=0):
+    return lax.select(x > 0, g, lax.full_like(g, otherwise))
+
+
+def with_gradient(forward, backward):
+    """A function of an array with a gradient that is said to be that of a rectifier, or nearly."""
+    fun = jax.custom_vjp(forward)
+    fun.defvjp(lambda x: (forward(x), x), lambda x, g: (backward(x, g),))
+    return fun
+
+
+NEARLY_RECTIFIERS = {
+    "it is one": (relu, masked, True),
+    "at least one": (lambda x: jnp.maximum(x, 1.0), masked, False),
+    "ones where it is not": (relu, lambda x, g: masked(x, g, 1), False),
+    "above one": (relu, lambda x, g: lax.select(x > 1, g, lax.full_like(g, 0)), False),
+    "below zero": (relu, lambda x, g: masked(-x, g), False),
+    "what is not": (relu, lambda x, g: lax.select(x > 0, lax.full_like(g, 0), g), False),
+    "gradient, too": (relu, lambda x, g: masked(x, g) + g, False),
+    "mask, too": (relu, lambda x, g: masked(x, g) + (x > 0).astype(x.dtype), True),
+}
+
+
+@pytest.mark.parametrize("name", NEARLY_RECTIFIERS)
+def test_what_only_looks_like_a_rectifier_keeps_its_gradient(name: str) -> None:
+    forward, backward, rectified = NEARLY_RECTIFIERS[name]
+    loss = lambda x: max_pool(with_gradient(forward, backward)(x), 2, 2, "VALID").sum()  # noqa: E731
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
+    bridge = build(inline(jax.make_jaxpr(jax.grad(loss))(x)), RATES, platform="cuda")
+    (places,) = [one for one in bridge.program.equations if one.primitive is PLACES]
+    assert places.params["rectified"] == rectified
+    (found,) = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
+    np.testing.assert_array_equal(found, jax.jit(jax.grad(loss))(x))
+
+
+def test_the_gradient_behind_a_pool_may_be_a_result_of_the_step() -> None:
+    def with_both_gradients(x):
+        rectified, back = jax.vjp(relu, x)
+        pooled, unpool = jax.vjp(lambda x: max_pool(x, 2, 2, "VALID"), rectified)
+        (of_rectified,) = unpool(pooled)
+        return of_rectified, masked(x, of_rectified)
+
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
+    bridge = build(inline(jax.make_jaxpr(with_both_gradients)(x)), RATES, platform="cuda")
+    found = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
+    for one, other in zip(found, jax.jit(with_both_gradients)(x), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_places_are_read_behind_one_barrier_with_what_was_pooled() -> None:
+    """Else a compiler may put off making them, and keep for that what was pooled."""
+    kernels = [jax.ShapeDtypeStruct((3, 3, 8, 8), jnp.float32)] * 3
+    images = jax.ShapeDtypeStruct((2, 64, 64, 8), jnp.float32)
+    closed = jax.make_jaxpr(deep_pooling_step)(kernels, images)
+    bridge = build(inline(closed), RATES, platform="cuda")
+    written = jax.make_jaxpr(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(*closed.in_avals)
+    barriers = [
+        sorted(str(value.aval.dtype) for value in equation.invars)
+        for equation in written.eqns
+        if equation.primitive.name == "optimization_barrier"
+    ]
+    assert [dtypes for dtypes in barriers if "int8" in dtypes] == [["float32", "int8"]] * len(kernels)
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])

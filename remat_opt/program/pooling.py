@@ -254,7 +254,7 @@ class _Rewriting:
         if not is_zero(rectifier.inputs[1]):
             return None
         select = self.program.equations[readers[0]]
-        if select.primitive is not primitives.select_n_p or len(select.inputs) != 3 or select.inputs[2] != result:
+        if select.primitive is not primitives.select_n_p or len(select.inputs) != 3:
             return None
         mask = self.made_by(select.inputs[0], primitives.gt_p)
         asks = mask is not None and mask.inputs[0] in (rectifier.inputs[0], operand) and is_zero(mask.inputs[1])
