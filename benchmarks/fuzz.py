@@ -41,8 +41,8 @@ WORKER = (sys.executable, "-W", "ignore", "-m", "benchmarks.fuzz_worker")
 # Nothing here is timed, and most of the time goes into compiling single operations.
 QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 CHUNK = 100  # programs of one process; what they compile takes 2 GB
-MOST_SECONDS = 300  # for one program; one that takes longer is wrong
-MOST_SILENCE = 2 * MOST_SECONDS  # where a process does not even notice that, it is ended
+MOST_SECONDS = 300  # of the processor, whatever else runs, for one program; one that takes longer is wrong
+MOST_SILENCE = 4 * MOST_SECONDS  # where a process does not even notice that, it is ended
 LAST_LINES = 12  # of what a process that died had printed
 
 

@@ -39,9 +39,9 @@ def say(number: int, **what: object) -> None:
 
 def check(program: RandomProgram, how: How, number: int, within: str = "") -> bool:
     """Whether a program was rewritten; raises where anything is wrong."""
-    signal.signal(signal.SIGALRM, too_long)
+    signal.signal(signal.SIGPROF, too_long)
     # Again every few seconds: an exception that is raised inside a weak reference's callback goes no further.
-    signal.setitimer(signal.ITIMER_REAL, MOST_SECONDS, 5)
+    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 5)
     try:
         say(number, stage=f"{within}op by op")
         rewritten = check_rewritten(program, how)
@@ -49,7 +49,7 @@ def check(program: RandomProgram, how: How, number: int, within: str = "") -> bo
             check_compiled(program, 0.7, lambda stage: say(number, stage=f"{within}compiled, {stage}"))
         return rewritten
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def too_long(*_: object) -> None:

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,27 @@ def test_a_worker_says_what_it_begins_and_what_came_of_it(
     assert smaller["statements"] < first["statements"] == 60
     assert "AssertionError: too long" in smaller["brief"]
     assert of_large[-1]["outcome"] == "wrong"
+
+
+def test_the_time_that_a_program_may_take_is_the_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    program, how, _ = fuzz_worker.drawn(0, 1)
+
+    def wait(*_: object) -> bool:
+        time.sleep(1.0)  # as where others have the processor
+        return True
+
+    def work(*_: object) -> bool:
+        began = time.monotonic()
+        while time.monotonic() < began + 60:
+            pass
+        return True
+
+    monkeypatch.setattr(fuzz_worker, "MOST_SECONDS", 0.5)
+    monkeypatch.setattr(fuzz_worker, "check_rewritten", wait)
+    assert fuzz_worker.check(program, how, 1)
+    monkeypatch.setattr(fuzz_worker, "check_rewritten", work)
+    with pytest.raises(TimeoutError, match=r"more than 0\.5 s"):
+        fuzz_worker.check(program, how, 1)
 
 
 REFUSED = """
