@@ -269,3 +269,19 @@ def test_the_same_schedule_under_every_hash_seed() -> None:
         for seed in ("0", "1")
     }
     assert len(digests) == 1
+
+
+def test_rotor_solves_a_programme_once_for_many_budgets_and_reads_few_of_its_plans(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    solved, read = [], []
+    solve, sequence = rotor._Programme.__init__, rotor._Programme.sequence
+    monkeypatch.setattr(rotor._Programme, "__init__", lambda self, *args: (solved.append(args), solve(self, *args))[1])
+    monkeypatch.setattr(rotor._Programme, "sequence", lambda self, memory: (read.append(0), sequence(self, memory))[1])
+    problem = Problem(training_chain([1] * 30))
+    plain = problem.plain.peak
+    found = [rotor.solve(problem, budget) for budget in range(plain // 2, plain, plain // 20)]
+    assert all(one.schedule.recomputed for one in found)
+    assert len(solved) == 2  # of the two models of what stages take
+    plans = sum(len(one) for one in problem.memo.values() if isinstance(one, rotor.NestedPlans))
+    assert len(read) < plans  # for all budgets together, as each is read once

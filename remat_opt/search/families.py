@@ -15,10 +15,9 @@ import numpy as np
 
 from remat_opt.graph.derive import Choice
 from remat_opt.search.cuts import Cuts, SegmentCosts
-from remat_opt.search.nested import nested_solution
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.remembering import remembered
-from remat_opt.search.rotor import models_of_graph, nested_plans
+from remat_opt.search.rotor import NestedPlans, models_of_graph
 from remat_opt.search.segments import Option, choice_of, least_peak, least_seconds_by_memory, table_of
 from remat_opt.search.stages import stages_before, sweep
 
@@ -139,17 +138,15 @@ class Families:
 
     @remembered
     def _with_options(self, capacity: int) -> Family:
-        def solution(plan: Any) -> Solution:
-            return self.problem.solution(choice_of(self._costs, self.problem.order, plan))
+        plans = self._options(capacity)
 
-        return _family(self._options(capacity), solution)
+        def solution(index: int) -> Solution:
+            return self.problem.solution(choice_of(self._costs, self.problem.order, plans[index][1]))
+
+        return Family(np.array([needs for needs, _ in plans]), solution)
 
     @remembered
     def _nested(self, capacity: int) -> tuple[Family, ...]:
         stages = stages_before(self.problem, self.turn, _MOST_STAGES)
-        models = models_of_graph(stages)[:2]
-        return tuple(_family(nested_plans(m, capacity), lambda plan: nested_solution(stages, plan)) for m in models)
-
-
-def _family(plans: list[tuple[int, Any]], solution: Callable[[Any], Solution]) -> Family:
-    return Family(np.array([needs for needs, _ in plans]), lambda index: solution(plans[index][1]))
+        plans = [NestedPlans(stages, model, capacity) for model in models_of_graph(stages)[:2]]
+        return tuple(Family(one.needs, one.solution) for one in plans)

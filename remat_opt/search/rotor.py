@@ -32,6 +32,7 @@ import numpy as np
 
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.remembering import remembered
 from remat_opt.search.segments import in_slots
 from remat_opt.search.stages import Stages, best_of, later_bytes, solve_by_models, stages_before_peak, sweep
 
@@ -220,20 +221,45 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
 
-    def simulated(model: _Model, capacity: int, limit: int | None) -> Solution:
-        plans = [plan for _, plan in nested_plans(model, capacity)]
-        solutions = sweep(lambda index: nested_solution(stages, plans[index]), len(plans), limit)
-        return best_of(problem, solutions, limit)
+    def simulated(number: int, capacity: int, limit: int | None) -> Solution:
+        name = f"plans of model {number} within {capacity}"  # the same for many budgets
+        if name not in problem.memo:
+            problem.memo[name] = NestedPlans(stages, models_of_graph(stages)[number], capacity)
+        plans = problem.memo[name]
+        return best_of(problem, sweep(plans.solution, len(plans), limit), limit)
 
-    return solve_by_models(problem, budget, models_of_graph(stages), simulated)
+    return solve_by_models(problem, budget, range(len(models_of_graph(stages))), simulated)
 
 
-def nested_plans(model: _Model, capacity: int) -> list[tuple[int, NestedPlan]]:
-    """The programme's plans for every number of slots in `capacity` bytes, those of least memory first, each with the
-    bytes that it needs by the model's word."""
-    slot = max(1, -(-capacity // SLOTS))
-    programme = _Programme(model.in_slots(slot), -(-capacity // slot))
-    return [(memory * slot, _plan(programme.sequence(memory))) for memory in programme.memories()]
+class NestedPlans:
+    """The programme's plans for every number of slots in a memory, those of least memory first.
+
+    A search looks at a few of hundreds: a plan is read out of the programme's decisions when it is asked for.
+
+    Args:
+        stages: of the step.
+        model: what they take.
+        capacity: the memory in bytes.
+
+    Attributes:
+        needs: [plan], bytes by the model's word, rising.
+    """
+
+    def __init__(self, stages: Stages, model: _Model, capacity: int):
+        slot = max(1, -(-capacity // SLOTS))
+        self._stages = stages
+        self._programme = _Programme(model.in_slots(slot), -(-capacity // slot))
+        self._memories = self._programme.memories()
+        del self._programme.seconds  # five sixths of the table; sequences follow the decisions
+        self.needs = np.array(self._memories, dtype=np.int64) * slot
+
+    def __len__(self) -> int:
+        return len(self._memories)
+
+    @remembered
+    def solution(self, index: int) -> Solution:
+        """A plan's schedule, simulated once."""
+        return nested_solution(self._stages, _plan(self._programme.sequence(self._memories[index])))
 
 
 def _plan(sequence: Sequence[Step]) -> NestedPlan:
