@@ -32,12 +32,14 @@ crossing(i, j) depends on i.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.remembering import remembered
 from remat_opt.search.segments import Option, Plan, Table, choice_of, least_peak, least_seconds, table_of
 from remat_opt.search.stages import Stages, best_of, solve_by_models, stages_before_peak, sweep
 
@@ -161,14 +163,36 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
 
-    def simulated(table: Table, capacity: int, limit: int | None) -> Solution:
-        # A plan that keeps nothing may do better where the plain step's live sets mislead.
-        least = [_solution(stages, least_peak(one)) for one in (_without_keeping(table), table)]
-        plans = least_seconds(table, capacity)
-        some = sweep(lambda index: _solution(stages, plans[index]), len(plans), limit)
-        return best_of(problem, [*least, *some], limit)
+    tables = _tables(stages)
 
-    return solve_by_models(problem, budget, _tables(stages), simulated)
+    def simulated(number: int, capacity: int, limit: int | None) -> Solution:
+        name = f"segments of table {number} within {capacity}"  # the same for many budgets
+        if name not in problem.memo:
+            problem.memo[name] = _Plans(stages, tables[number], capacity)
+        plans = problem.memo[name]
+        return best_of(problem, [*plans.of_least_peak, *sweep(plans.solution, len(plans), limit)], limit)
+
+    return solve_by_models(problem, budget, range(len(tables)), simulated)
+
+
+class _Plans:
+    """Plans for every size of memory up to a capacity in bytes, those of least memory first; simulated when asked."""
+
+    def __init__(self, stages: Stages, table: Table, capacity: int):
+        self._stages, self._table = stages, table
+        self._plans = least_seconds(table, capacity)
+
+    def __len__(self) -> int:
+        return len(self._plans)
+
+    @remembered
+    def solution(self, index: int) -> Solution:
+        return _solution(self._stages, self._plans[index])
+
+    @functools.cached_property
+    def of_least_peak(self) -> list[Solution]:
+        """A plan that keeps nothing may do better where the plain step's live sets mislead."""
+        return [_solution(self._stages, least_peak(one)) for one in (_without_keeping(self._table), self._table)]
 
 
 def _solution(stages: Stages, plan: Plan) -> Solution:

@@ -221,14 +221,16 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     if stages is None or (budget is not None and problem.plain.peak <= budget):
         return problem.plain
 
+    models = models_of_graph(stages)
+
     def simulated(number: int, capacity: int, limit: int | None) -> Solution:
-        name = f"plans of model {number} within {capacity}"  # the same for many budgets
+        name = f"nested plans of model {number} within {capacity}"  # the same for many budgets
         if name not in problem.memo:
-            problem.memo[name] = NestedPlans(stages, models_of_graph(stages)[number], capacity)
+            problem.memo[name] = NestedPlans(stages, models[number], capacity)
         plans = problem.memo[name]
         return best_of(problem, sweep(plans.solution, len(plans), limit), limit)
 
-    return solve_by_models(problem, budget, range(len(models_of_graph(stages))), simulated)
+    return solve_by_models(problem, budget, range(len(models)), simulated)
 
 
 class NestedPlans:
