@@ -167,9 +167,7 @@ def solve(problem: Problem, budget: int | None) -> Solution:
 
     def simulated(number: int, capacity: int, limit: int | None) -> Solution:
         name = f"segments of table {number} within {capacity}"  # the same for many budgets
-        if name not in problem.memo:
-            problem.memo[name] = _Plans(stages, tables[number], capacity)
-        plans = problem.memo[name]
+        plans = problem.kept(name, lambda: _Plans(stages, tables[number], capacity))
         return best_of(problem, [*plans.of_least_peak, *sweep(plans.solution, len(plans), limit)], limit)
 
     return solve_by_models(problem, budget, range(len(tables)), simulated)

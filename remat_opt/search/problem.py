@@ -43,6 +43,12 @@ class Problem:
         schedule = Schedule((Run(self.order),)) if self.order else Schedule(())
         return Solution(self.graph, Choice(), schedule, simulate(self.graph, schedule), 0.0)
 
+    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+        """What `memo` has by a name, made when it is first asked for."""
+        if name not in self.memo:
+            self.memo[name] = make()
+        return self.memo[name]
+
     def solution(self, choice: Choice) -> Solution:
         """Derive and simulate the schedule of a choice."""
         return self.scheduled(derive(self.graph, choice, self.order), choice)

@@ -225,9 +225,7 @@ def solve(problem: Problem, budget: int | None) -> Solution:
 
     def simulated(number: int, capacity: int, limit: int | None) -> Solution:
         name = f"nested plans of model {number} within {capacity}"  # the same for many budgets
-        if name not in problem.memo:
-            problem.memo[name] = NestedPlans(stages, models[number], capacity)
-        plans = problem.memo[name]
+        plans = problem.kept(name, lambda: NestedPlans(stages, models[number], capacity))
         return best_of(problem, sweep(plans.solution, len(plans), limit), limit)
 
     return solve_by_models(problem, budget, range(len(models)), simulated)
