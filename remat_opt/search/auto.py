@@ -7,6 +7,8 @@ later residuals beside a segment; nested plans; strategies of lower sets (`lower
 plans, each ordered by its model from least memory to least time: those that just fit, by simulation, are taken. On
 small steps the other solvers' answers join the frontier, too, on larger ones those of lower sets.
 
+*Dear results* (`dear.py`). Segments that keep the results of products and the like, and nothing else.
+
 *Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
 segments there are added, as long as the peak falls.
 
@@ -34,6 +36,7 @@ from typing import TypeVar
 
 from remat_opt.graph.derive import Choice
 from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
+from remat_opt.search.dear import keep_dear_results
 from remat_opt.search.families import Families
 from remat_opt.search.forward import turning_point
 from remat_opt.search.moves import fill
@@ -70,9 +73,7 @@ def solve(problem: Problem, budget: int | None) -> Solution:
 
 def search_of(problem: Problem) -> Search:
     """The problem's search, made once."""
-    if "auto" not in problem.memo:
-        problem.memo["auto"] = Search(problem)
-    return problem.memo["auto"]
+    return problem.kept("auto", lambda: Search(problem))
 
 
 def pareto_front(solutions: Iterable[Answer]) -> tuple[Answer, ...]:
@@ -264,7 +265,7 @@ class Search:
         front = pareto_front(solutions)
         between = [solution for pair in itertools.pairwise(front) for solution in self.between(*pair)]
         front = pareto_front([*front, *between])
-        return pareto_front([*front, *self.filled(front)])
+        return pareto_front([*front, *self.filled(front), *keep_dear_results(self.problem, self.one_level)])
 
     def filled(self, front: Sequence[Solution]) -> Iterator[Solution]:
         """What can be saved in the gaps of a frontier, from the schedules below each gap."""

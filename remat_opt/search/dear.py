@@ -1,0 +1,43 @@
+"""Segments that keep all dear results (of products, convolutions, reductions, opaque ops), and nothing else.
+
+It is what `jax.checkpoint_policies.dots_saveable` keeps, but made again segment by segment. Segments with options
+(`segments.py`) come near, but save what crosses their ends, too: in a residual network the sum at the end of a block,
+which elementwise work alone makes again. Where that work is little beside the products nothing is faster for a large
+budget.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+
+from remat_opt.graph.derive import Choice
+from remat_opt.graph.graph import Kind
+from remat_opt.search.moves import fill
+from remat_opt.search.problem import Problem, Solution, memory_first, time_first
+
+_STEP = 1.01  # from one budget to the next
+
+
+def keep_dear_results(problem: Problem, segmented: Iterable[Solution]) -> Iterator[Solution]:
+    """Schedules that keep dear results, from the least memory to the plain step, filled for one budget after another.
+
+    Args:
+        problem: the step.
+        segmented: solutions whose segments are taken; those of least memory and of least time are followed.
+    """
+    choices = dict.fromkeys(_keep_dear(problem, one.choice) for one in segmented if one.choice.turning_points)
+    found = list(map(problem.solution, choices))
+    for solution in dict.fromkeys(min(found, key=order) for order in (memory_first, time_first)) if found else ():
+        budget = solution.peak
+        while budget < problem.plain.peak:
+            yield solution
+            budget = math.ceil(budget * _STEP)
+            solution = fill(problem, solution, budget)
+
+
+def _keep_dear(problem: Problem, choice: Choice) -> Choice:
+    graph = problem.graph
+    before = problem.order[: max(choice.turning_points)]
+    dear = (v for op in before if graph.ops[op].kind is not Kind.ELEMENTWISE for v in graph.ops[op].outputs)
+    return Choice(frozenset(dear), choice.turning_points, choice.cuts)
