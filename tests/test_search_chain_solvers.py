@@ -285,3 +285,14 @@ def test_rotor_solves_a_programme_once_for_many_budgets_and_reads_few_of_its_pla
     assert len(solved) == 2  # of the two models of what stages take
     plans = sum(len(one) for one in problem.memo.values() if isinstance(one, rotor.NestedPlans))
     assert len(read) < plans  # for all budgets together, as each is read once
+
+
+def test_hong_solves_a_table_once_for_many_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
+    solved = []
+    solve = hong.least_seconds
+    monkeypatch.setattr(hong, "least_seconds", lambda table, size: (solved.append(size), solve(table, size))[1])
+    problem = Problem(training_chain([1] * 30))
+    plain = problem.plain.peak
+    found = [hong.solve(problem, budget) for budget in range(plain // 2, plain, plain // 20)]
+    assert all(one.schedule.recomputed for one in found)
+    assert len(solved) == 2  # of what segments take, and may take; the third guides to the least memory only

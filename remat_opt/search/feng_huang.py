@@ -64,9 +64,7 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     forward = forward_part(problem)
     if not len(forward):
         return plain
-    if "feng_huang" not in problem.memo:
-        problem.memo["feng_huang"] = _Schedules(forward)
-    schedules: _Schedules = problem.memo["feng_huang"]
+    schedules: _Schedules = problem.kept("feng_huang", lambda: _Schedules(forward))
     found = [plain, *map(schedules.of, (*schedules.search.best(_SIMULATED), *schedules.search.saving_more(_SIMULATED)))]
     fitting = [solution for solution in found if budget is not None and solution.peak <= budget]
     if fitting:

@@ -122,9 +122,7 @@ def turning_point(problem: Problem) -> int:
 
 def forward_part(problem: Problem) -> Forward:
     """The forward graph of a step; without vertices where nothing can be made again."""
-    if "forward" not in problem.memo:
-        problem.memo["forward"] = _forward_part(problem)
-    return problem.memo["forward"]
+    return problem.kept("forward", lambda: _forward_part(problem))
 
 
 def _forward_part(problem: Problem) -> Forward:

@@ -78,9 +78,7 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     forward = forward_part(problem)
     if not len(forward):
         return plain
-    if "lower_sets" not in problem.memo:
-        problem.memo["lower_sets"] = _Search(forward)
-    search: _Search = problem.memo["lower_sets"]
+    search: _Search = problem.kept("lower_sets", lambda: _Search(forward))
     found = [plain, *search.near_least_peak()]
     if budget is not None and any(solution.peak <= budget for solution in found):
         found += search.near_budget(budget)

@@ -65,9 +65,7 @@ def solve(problem: Problem, budget: int | None, *, time_limit: float = TIME_LIMI
             f"expected at most {MOST_OPS} ops for the exact search, this step has {len(problem.order)}: "
             "take another solver"
         )
-    if "milp" not in problem.memo:
-        problem.memo["milp"] = _Search(problem)
-    search: _Search = problem.memo["milp"]
+    search: _Search = problem.kept("milp", lambda: _Search(problem))
     search.start(time_limit)
     found = None if budget is None else search.least_time(budget)
     if found is None:

@@ -77,14 +77,15 @@ def stages_before_peak(problem: Problem, most: int) -> Stages | None:
 
 def stages_before(problem: Problem, turn: int, most: int) -> Stages:
     """At most `most` + 1 stages before a turning point, the same for every budget."""
-    name = f"at most {most} stages before {turn}"
-    if name not in problem.memo:
-        live = problem.plain.liveness
-        every = Cuts(problem.graph, problem.order, turn)
-        positions = _spread_positions(every, SegmentCosts(every, live).residual[0], most)
-        cuts = Cuts(problem.graph, problem.order, turn, positions=positions)
-        problem.memo[name] = Stages(problem, cuts, SegmentCosts(cuts, live), SegmentCosts(cuts, live, beside=True))
-    return problem.memo[name]
+    return problem.kept(f"at most {most} stages before {turn}", lambda: _stages_before(problem, turn, most))
+
+
+def _stages_before(problem: Problem, turn: int, most: int) -> Stages:
+    live = problem.plain.liveness
+    every = Cuts(problem.graph, problem.order, turn)
+    positions = _spread_positions(every, SegmentCosts(every, live).residual[0], most)
+    cuts = Cuts(problem.graph, problem.order, turn, positions=positions)
+    return Stages(problem, cuts, SegmentCosts(cuts, live), SegmentCosts(cuts, live, beside=True))
 
 
 def _spread_positions(cuts: Cuts, before: np.ndarray, most: int) -> list[int]:
