@@ -132,7 +132,25 @@ def test_an_elementwise_kernel_writes_over_an_operand_that_dies(kind: Kind, size
     ops = (Op((), (0,)), Op((0,), (1,), kind=kind), Op((1,), (2,)))
     graph = Graph((8, size, 0), ops, outputs=(2,), fused=True)
     assert peak_of(sharing_places(graph)) == peak
-    assert peak_of(sharing_places(graph, parts_of_tuples={0})) == 8 + size
+
+
+@pytest.mark.parametrize(
+    "ops",
+    [
+        (Op((), (0,), name="conv_general_dilated"), Op((0,), (1,), kind=Kind.ELEMENTWISE), Op((1,), (2,))),
+        (
+            Op((), (0,)),
+            Op((0,), (3,), kind=Kind.BARRIER),
+            Op((0, 3), (1,), kind=Kind.ELEMENTWISE),
+            Op((1,), (2,)),
+        ),
+    ],
+    ids=["of a convolution", "from behind a barrier"],
+)
+def test_a_gpus_kernel_does_not_write_over_what_comes_out_of_a_tuple(ops: tuple[Op, ...]) -> None:
+    graph = Graph((8, 8, 0, 0), ops, outputs=(2,), fused=True)
+    assert peak_of(sharing_places(graph)) == 8
+    assert peak_of(sharing_places(graph, with_direct_operands=True)) == 16
 
 
 def test_a_product_with_few_tiles_is_split_over_the_multiprocessors() -> None:

@@ -1,5 +1,7 @@
 """Pins: kernels that have to wait for others because the peak depends on their order."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -117,3 +119,58 @@ def test_what_follows_a_reduction_reads_its_buffers_behind_a_barrier() -> None:
         (2, 3): Pin(operands=(2,), results=(3,)),
         (2, 4): Pin(operands=(2,), results=(4,)),
     }
+
+
+def feed_forward(**changes) -> tuple[Graph, Schedule]:
+    """An activation, 3, that is recomputed of the buffer 2, and its derivative, 6, that reads that buffer, too."""
+    ops = [
+        Op((0,), (1,), Kind.OPAQUE),
+        Op((1,), (2,), Kind.CONTRACTION),
+        Op((2,), (3,), Kind.ELEMENTWISE, dear=True),
+        Op((1, 3), (4,), Kind.CONTRACTION),
+        Op((1,), (5,), Kind.CONTRACTION),
+        Op((2, 5), (6,), Kind.ELEMENTWISE),
+        Op((1, 6, 4), (7,), Kind.CONTRACTION),
+    ]
+    for index, op in changes.items():
+        ops[int(index[2:])] = op
+    graph = Graph((SMALL, SMALL, BIG, BIG, SMALL, BIG, BIG, SMALL), tuple(ops), inputs=(0,), outputs=(7,), fused=True)
+    return graph, Schedule((Run((0, 1, 2)), Run((1, 2), recomputed=True), Run((3, 4, 5, 6))))
+
+
+def test_the_derivative_of_a_recomputed_activation_reads_its_operand_behind_a_barrier() -> None:
+    """Else XLA stores with the activation what both have in common, since that is dear, until it is needed."""
+    assert pins_of(*feed_forward())[2, 5] == Pin(operands=(2,), results=(4,))
+    assert (2, 5) not in pins_of(*feed_forward(op2=Op((2,), (3,), Kind.ELEMENTWISE)))  # cheap: a compiler repeats it
+
+
+TOKENS, WIDTH, HIDDEN = 4096, 512, 2048
+
+
+def feed_forward_step(weights, tokens):
+    def loss(weights):
+        x = tokens
+        for up, down in weights:
+            x = x + jax.nn.gelu(x @ up) @ down
+        return (x**2).mean()
+
+    return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, weights, jax.grad(loss)(weights))
+
+
+@pytest.mark.filterwarnings("ignore:remat_opt. feed_forward_step. planned for h200")
+def test_the_gpu_compiler_does_not_store_the_derivative_beside_an_activation(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = (jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32), jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32))
+    args = ([layer] * 8, jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32))
+    step = jax.jit(feed_forward_step, donate_argnums=0)
+
+    def temp_bytes() -> int:
+        flat = compat.function_of_jaxpr(optimize(step, target="h200", solver="chen").trace(*args))
+        return measure_flat(flat, jax.tree.leaves(args), donated=range(16), target="h200").temp_bytes
+
+    def pins_without_dear(graph: Graph, *rest) -> dict[tuple[int, int], Pin]:
+        ops = tuple(dataclasses.replace(op, dear=False) for op in graph.ops)
+        return pins(dataclasses.replace(graph, ops=ops), *rest)
+
+    pinned = temp_bytes()
+    monkeypatch.setattr("remat_opt.write.train_step.pins", pins_without_dear)
+    assert pinned <= temp_bytes() - 0.8 * 4 * TOKENS * HIDDEN

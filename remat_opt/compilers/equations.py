@@ -7,15 +7,10 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.graph.build import CONTRACTION, ELEMENTWISE, MOVES, named
+from remat_opt.graph.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, named
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
 
-# What XLA's CPU compiler takes for too much arithmetic to be done twice.
-_DEAR = named(
-    "acos acosh asin asinh atan atan2 atanh cbrt cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt "
-    "sinh sqrt tanh"
-)
 _DIVISIONS = named("div rem")
 PRODUCTS = named("mul square")
 RESHAPING = named("reshape squeeze broadcast_in_dim")
@@ -29,7 +24,7 @@ def is_dear(equation: Equation, program: Program) -> bool:
     if not equation.outputs or equation.primitive not in ELEMENTWISE:
         return False
     dtype = program.avals[equation.outputs[0]].dtype
-    if equation.primitive in _DEAR:
+    if equation.primitive in DEAR:
         return True
     if equation.primitive in _DIVISIONS:
         return not jnp.issubdtype(dtype, jnp.integer)

@@ -8,7 +8,6 @@ from typing import Any
 
 from remat_opt.graph.build import bytes_of
 
-GPUS = frozenset({"cuda", "rocm"})
 # Multiprocessors of an H100 and an H200, the side of the tile of a product that one of them computes at a time, and
 # what XLA takes a product to cost (`splitk_rewriter.cc`, in units of its own): a FLOP of a multiprocessor, a byte moved
 # by the product, a byte moved by the sum that follows, and the start of that sum's kernel.

@@ -14,9 +14,10 @@ from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import BLOCK, work_of
 from remat_opt.compilers.reader import Reader
-from remat_opt.graph.build import CONTRACTION, ELEMENTWISE, MOVES, bytes_of, named, op_of, workspace_of
+from remat_opt.graph.build import bytes_of, op_of, workspace_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind, Op
+from remat_opt.graph.primitives import CONTRACTION, ELEMENTWISE, MOVES, named
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero

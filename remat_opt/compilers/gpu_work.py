@@ -10,7 +10,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import WINDOWED
 from remat_opt.compilers.gpu_fusion import Work
-from remat_opt.graph.build import ELEMENTWISE, REDUCTION, named
+from remat_opt.graph.primitives import ELEMENTWISE, REDUCTION, named
 from remat_opt.program.inline import Equation, Program
 
 # Cycles for each element, of an H100 and in float32: XLA's own measurements (`hlo_op_profiles_data.h`). Numbers of two

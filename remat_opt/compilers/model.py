@@ -8,23 +8,22 @@ dependencies but no order, and its rules decide what is live when. Each rule bel
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers import tpu
-from remat_opt.compilers.gpu import GPUS
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.reader import Reader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
-from remat_opt.graph.fusion import fuse
+from remat_opt.graph.fusion import fuse, held_by
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.program.inline import Program
+from remat_opt.program.platforms import GPUS
 
 
 def compiled(
@@ -58,7 +57,7 @@ def compiled(
         graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)
     ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
-    graph = sharing_places(ordered, parts_of_tuples=_parts_of_tuples(ordered) if platform in GPUS else ())
+    graph = sharing_places(ordered, with_direct_operands=platform in GPUS)
     return tpu.on_chip(graph, reader.accumulated()) if platform == "tpu" and graph.ops else graph
 
 
@@ -72,24 +71,24 @@ def _parts_of_tuples(graph: Graph) -> frozenset[int]:
     return frozenset(value for op in graph.ops if op.name == P.conv_general_dilated_p.name for value in op.outputs)
 
 
-def sharing_places(graph: Graph, parts_of_tuples: Collection[int] = ()) -> Graph:
+def sharing_places(graph: Graph, *, with_direct_operands: bool = False) -> Graph:
     """A graph whose elementwise kernels write over an operand of their result's size that nobody reads after them.
 
     The result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
 
     Args:
         graph: kernels in their order.
-        parts_of_tuples: values that are never written over: a kernel does not read them from what made them, but from
-            an instruction that takes the tuple apart, and XLA shares places with direct operands only
-            (`heap_simulator.cc`).
+        with_direct_operands: XLA shares places with direct operands only (`heap_simulator.cc`). What a convolution or
+            a barrier returns a kernel does not read from there, but from an instruction that takes a tuple apart.
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
-    kept = {*graph.inputs, *graph.outputs, *parts_of_tuples}
+    kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if with_direct_operands else ())}
     ops = list(graph.ops)
     for index, op in enumerate(ops):
         if op.kind is not Kind.ELEMENTWISE:
             continue
-        free = [graph.sizes[v] for v in op.inputs if last[v] == index and v not in kept]
+        behind = held_by(graph, op) if with_direct_operands else ()
+        free = [graph.sizes[v] for v in op.inputs if last[v] == index and v not in kept and v not in behind]
         for value in op.outputs:
             if value not in kept and graph.sizes[value] in free:
                 free.remove(graph.sizes[value])

@@ -17,8 +17,6 @@ from remat_opt.compilers.equations import (
     multiplies_only,
 )
 from remat_opt.graph.build import (
-    CONTRACTION,
-    REDUCTION,
     aliases_of,
     bytes_of,
     cpu_conv_copies,
@@ -30,6 +28,7 @@ from remat_opt.graph.build import (
 )
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.primitives import CONTRACTION, REDUCTION
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program

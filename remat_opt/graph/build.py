@@ -17,41 +17,14 @@ from remat_opt.graph.cost import Rates, roofline
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
+from remat_opt.graph.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, kind_of, named
 from remat_opt.graph.schedule import save_everything
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
+from remat_opt.program.platforms import GPUS
 from remat_opt.program.pooling import BOTH, EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
 
-_ELEMENTWISE_NAMES = """
-    abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
-    broadcast_in_dim cbrt ceil clamp clz complex concatenate conj convert_element_type copy cos cosh digamma
-    div dynamic_slice eq erf erf_inv erfc exp exp2 expm1 floor ge gt igamma igamma_grad_a igammac imag
-    integer_pow iota is_finite le lgamma log log1p log2 logistic lt max min mul name ne neg nextafter not
-    one_minus_square or pad polygamma polynomial population_count pow real reduce_precision
-    regularized_incomplete_beta rem reshape rev round rsqrt select_n shift_left shift_right_arithmetic
-    shift_right_logical sign sin sinh slice sqrt square squeeze stop_gradient sub tan tanh transpose xor zeta
-    random_wrap random_unwrap
-"""
-_REDUCTION_NAMES = """
-    argmax argmin reduce_and reduce_max reduce_min reduce_or reduce_prod reduce_sum reduce_xor
-"""
-
-
-def named(names: str) -> frozenset:
-    found = (getattr(P, f"{name}_p", None) for name in names.split())
-    return frozenset(primitive for primitive in found if primitive is not None)
-
-
-ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p, SPREAD, BOTH}
-REDUCTION = named(_REDUCTION_NAMES) | {PLACES}
-CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
-# Their result is no new number: they move bytes, or do nothing, and take no FLOPs.
-MOVES = named(
-    "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
-    "stop_gradient transpose"
-) | {compat.pvary_p, compat.barrier_p, compat.layout_constraint_p}
-_GPUS = frozenset({"cuda", "rocm"})
 _POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
 _OF_IMAGES = _POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
 
@@ -98,7 +71,7 @@ def build(
     if not keep_scatters:
         program = by_places(program, platform)
     known_workspaces = dict(program.workspaces)
-    turned = _turned_kernels(program) if platform in _GPUS else {}
+    turned = _turned_kernels(program) if platform in GPUS else {}
     turned_by: dict[int, int] = {}
     readers = collections.Counter(x for e in program.equations for x in {*e.inputs} if isinstance(x, int))
     readers.update(x for x in program.outputs if isinstance(x, int))
@@ -119,7 +92,7 @@ def build(
         if inside is None:
             inside = workspace_of_loops(equation.primitive, equation.params, rates)
         space = max(space, inside) - _carried_in_place(equation, program, op.inputs, readers)
-        if platform in _GPUS and equation.primitive in _POOLS:  # a loop like others, into which its operand is fused
+        if platform in GPUS and equation.primitive in _POOLS:  # a loop like others, into which its operand is fused
             op = dataclasses.replace(op, kind=Kind.REDUCTION)
         ops.append(dataclasses.replace(op, workspace=space))
         equation_of.append(index)
@@ -185,6 +158,7 @@ def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[in
         seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION or _has_product(equation.params)),
         repeatable=may_run_again(program, equation),
         name=equation.primitive.name,
+        dear=equation.primitive in DEAR,
     )
 
 
@@ -250,17 +224,6 @@ def aliases_of(program: Program, donated: tuple[bool, ...], constants: dict[int,
             if output not in constants and given != output:
                 pairs.append((given, output))
     return tuple(dict.fromkeys(pairs))
-
-
-def kind_of(primitive: Any) -> Kind:
-    """How compilers treat a primitive; what is unknown is opaque."""
-    if primitive in ELEMENTWISE:
-        return Kind.ELEMENTWISE
-    if primitive in REDUCTION:
-        return Kind.REDUCTION
-    if primitive in CONTRACTION:
-        return Kind.CONTRACTION
-    return Kind.OPAQUE
 
 
 def bytes_of(aval: Any) -> int:

@@ -197,7 +197,17 @@ def merge(
                 sources[value], chains[value] = inputs, (*chain, index)
         flops = op.flops + sum(graph.ops[o].flops for o in chain)
         workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
-        kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace))
+        dear = op.dear or (
+            op.kind is Kind.ELEMENTWISE and any(graph.ops[o].dear and _makes_as_much(graph, o, index) for o in chain)
+        )
+        kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace, dear=dear))
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
     return Fusion(fused, tuple(op_of), virtual, sums)
+
+
+def _makes_as_much(graph: Graph, op: int, kernel: int) -> bool:
+    """Whether an op's results take as many bytes as a kernel's: of one that divides by the root of a few numbers the
+    work is not in the root."""
+    made, needed = (sum(graph.sizes[value] for value in graph.ops[i].outputs) for i in (op, kernel))
+    return made >= needed

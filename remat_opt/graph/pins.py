@@ -7,13 +7,15 @@ So the second is made to wait, by a barrier over one of its operands and a resul
 
 And where a reduction and a later kernel compute the same elementwise values of the same buffers, as in a batch norm's
 backward pass, a compiler lets the reduction store these values, each as large as the buffers. So it does with what an
-activation and its derivative have in common. Read behind a barrier that waits for the reduction, the buffers are others
-to the compiler, and the values are computed again.
+activation and its derivative have in common, where that is dear (an exponential) or both are in one step of a loop.
+Read behind a barrier that waits for the first kernel, the buffers are others to the compiler, and the values are
+computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection, Sequence
 
 from remat_opt.graph.graph import Graph, Kind
@@ -63,10 +65,19 @@ def pins(
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own
         if recomputing:
-            pinned = _PinsOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
+            earlier = _recomputed_for(schedule, index) if slices is None else ()
+            of_run = _PinsOfRun(graph, liveness, born, dying, position - len(earlier), slices)
+            pinned = of_run.find(run.ops, earlier)
             found.update(((index, op), pin) for op, pin in pinned.items())
         position += len(run.ops)
     return found
+
+
+def _recomputed_for(schedule: Schedule, index: int) -> tuple[int, ...]:
+    """The ops of the recomputed run in front of a first run: what the backward pass in it reads."""
+    if not index or schedule.runs[index].recomputed or not schedule.runs[index - 1].recomputed:
+        return ()
+    return schedule.runs[index - 1].ops
 
 
 class _PinsOfRun:
@@ -89,43 +100,57 @@ class _PinsOfRun:
         self.outputs = frozenset(graph.outputs)
         self.made_by: dict[int, int] = {}  # value → index in this run
         self.before: list[int] = []  # for each kernel those that run before it whatever the compiler does, as bits
-        self.reductions_of: dict[int, int] = {}  # for a value the reductions of this run that read it, as bits
+        self.computed_of: dict[int, int] = {}  # for a value the kernels whose work on it may be stored, as bits
         self.frees: list[int] = []  # bytes that stay longer if the kernel is done later than it should
 
-    def find(self, ops: Sequence[int]) -> dict[int, Pin]:
+    def find(self, ops: Sequence[int], earlier: Sequence[int] = ()) -> dict[int, Pin]:
+        """Pins of a run's ops, which come after `earlier` ones that keep the order that they have."""
         found: dict[int, Pin] = {}
-        for index, op in enumerate(ops):
-            known = 0
-            for value in self.graph.ops[op].inputs:
-                if value in self.made_by:
-                    maker = self.made_by[value]
-                    known |= self.before[maker] | 1 << maker
+        for index, op in enumerate(earlier):
+            self.note(op, index, self.known_of(op), may_be_late=False)
+            if self.graph.ops[op].dear:
+                self.note_readings(op, index)
+        for index, op in enumerate(ops, start=len(earlier)):
+            known = self.known_of(op)
             waits = {late: self.result_of(late, index, op) for late in self.that_may_be_late(op, index, known)}
             results = [value for value in waits.values() if value is not None]
             operands = [self.operand(op)] if results else []
-            for buffer, result in self.reduced_before(op, index).items():
+            for buffer, result in self.computed_before(op, index).items():
                 operands.append(buffer)
                 results.append(result)
             for late, value in waits.items():
                 known |= (self.before[late] | 1 << late) if value is not None else 0
             if results:
                 found[op] = Pin(tuple(dict.fromkeys(operands)), tuple(dict.fromkeys(results)))
-            self.before.append(known)
-            self.frees.append(self.freed_by(op, self.start + index))
-            self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
+            self.note(op, index, known)
             if self.graph.ops[op].kind is Kind.REDUCTION or (self.is_step_of_loop and self.makes_large(op)):
-                for value in self.graph.ops[op].inputs:
-                    self.reductions_of[value] = self.reductions_of.get(value, 0) | 1 << index
+                self.note_readings(op, index)
         return found
+
+    def known_of(self, op: int) -> int:
+        """The kernels that run before one because it depends on them, as bits."""
+        makers = [self.made_by[value] for value in self.graph.ops[op].inputs if value in self.made_by]
+        return functools.reduce(lambda known, maker: known | self.before[maker] | 1 << maker, makers, 0)
+
+    def note(self, op: int, index: int, known: int, *, may_be_late: bool = True) -> None:
+        self.before.append(known)
+        self.frees.append(self.freed_by(op, self.start + index) if may_be_late else 0)
+        self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
+
+    def note_readings(self, op: int, index: int) -> None:
+        """What this kernel computes of its operands a later one may need again."""
+        for value in self.graph.ops[op].inputs:
+            self.computed_of[value] = self.computed_of.get(value, 0) | 1 << index
 
     def makes_large(self, op: int) -> bool:
         """Whether a kernel of elementwise work makes a large buffer: a derivative of it may need the same values."""
         made = sum(self.graph.sizes[value] for value in self.graph.ops[op].outputs)
         return self.graph.ops[op].kind is Kind.ELEMENTWISE and made >= LARGE * self.liveness.peak
 
-    def reduced_before(self, op: int, index: int) -> dict[int, int]:
-        """Large buffers that the kernel reads and that a reduction before it reads, too, or in a step of a loop
-        elementwise work that makes as large a one; for each a value that shows that this is done."""
+    def computed_before(self, op: int, index: int) -> dict[int, int]:
+        """Large buffers that the kernel reads and that a kernel before it reads, too, whose work on them would be
+        stored: a reduction, a dear activation, or in a step of a loop elementwise work that makes as large a one. For
+        each a value that shows that this is done."""
         graph, peak = self.graph, self.liveness.peak
         read = (v for v in graph.ops[op].inputs if graph.producer[v] >= 0 or v in self.slices)
         large = [v for v in read if graph.sizes[v] >= WORTH_A_PIN * peak]
@@ -133,7 +158,7 @@ class _PinsOfRun:
             return {}
         found: dict[int, int] = {}
         for buffer in large:
-            latest = self.reductions_of.get(buffer, 0).bit_length() - 1
+            latest = self.computed_of.get(buffer, 0).bit_length() - 1
             result = self.result_of(latest, index, op) if latest >= 0 else None
             if result is not None:
                 found[buffer] = result

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_opt.graph.build import ELEMENTWISE
+from remat_opt.graph.primitives import ELEMENTWISE
 from remat_opt.loops.body import evaluate
 from remat_opt.program.inline import Constant, Program
 

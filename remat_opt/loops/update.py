@@ -15,7 +15,8 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as P
 
-from remat_opt.graph.build import ELEMENTWISE, bytes_of
+from remat_opt.graph.build import bytes_of
+from remat_opt.graph.primitives import ELEMENTWISE
 from remat_opt.loops.body import read
 from remat_opt.loops.pairs import Pair
 from remat_opt.program import compat

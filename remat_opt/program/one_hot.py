@@ -21,8 +21,9 @@ from jax.extend.core import primitives
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
 from remat_opt.program.masks import is_zero
+from remat_opt.program.platforms import GPUS
 
-FUSING_PLATFORMS = frozenset({"cuda", "rocm", "tpu"})
+FUSING_PLATFORMS = GPUS | {"tpu"}
 
 
 def by_comparison(program: Program) -> Program:

@@ -36,11 +36,12 @@ from jax.extend.core import primitives
 
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
+from remat_opt.program.platforms import GPUS
 
 # One term of the sum for each place in a window; beyond this a scatter is the shorter program.
 LARGEST_WINDOW = 64
 _WINDOWS = ("window_dimensions", "window_strides", "padding")
-EXPANDING_PLATFORMS = frozenset({"cpu", "cuda", "rocm"})
+EXPANDING_PLATFORMS = GPUS | {"cpu"}
 
 
 def without_scatter(equation: Equation, platform: str) -> bool:

@@ -21,13 +21,8 @@ from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, scope_of
+from remat_opt.program.platforms import GPUS
 from remat_opt.program.slices import Slice, at_once
-
-# Compilers that give the gradient of a weight the layout that its convolution likes, and with it the updated weight,
-# from its update to the end of the step: a copy of all weights beside the donated ones.
-_FREE_LAYOUTS = frozenset({"cuda", "rocm"})
-# Compilers that order or join independent kernels without regard for memory.
-_REORDERING = frozenset({"cuda", "rocm"})
 
 
 def write(
@@ -68,10 +63,15 @@ class _Writer:
         self.run_index = 0
         self.together = dict(bridge.program.together)
         self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
-        self.updated = self.written_over() if bridge.platform in _FREE_LAYOUTS else frozenset()
+        self.is_for_gpu = bridge.platform in GPUS
+        self.updated = self.written_over() if self.is_for_gpu else frozenset()
 
     def written_over(self) -> frozenset[int]:
-        """Outputs that take the place of a donated argument."""
+        """Outputs that take the place of a donated argument.
+
+        XLA's GPU compiler gives the gradient of a weight the layout that its convolution likes, and with it the updated
+        weight, from its update to the end of the step: a copy of all weights beside the donated ones.
+        """
         return frozenset(output for _, output in self.bridge.graph.aliases)
 
     def read_whole(self) -> frozenset[int]:
@@ -85,7 +85,7 @@ class _Writer:
         self.environment.update((value, at_once(argument)) for value, argument in given.items())
         self.environment.update(self.program.constants)
         self.guards = guards(self.bridge.graph, schedule)
-        if self.bridge.platform in _REORDERING:
+        if self.is_for_gpu:
             liveness = simulate(self.bridge.graph, schedule)
             slices = self.slices.keys() if self.is_step_of_loop else None
             self.pins = pins(self.bridge.graph, schedule, liveness, slices)
@@ -109,7 +109,7 @@ class _Writer:
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
             if first_run and op in self.guards:
-                self.behind_barrier(self.guards[op], environment, on_demand)
+                self.wait_for_last_reader(self.guards[op], environment, on_demand)
             if pin := self.pins.get((self.run_index, op)):
                 self.wait(pin, environment, on_demand)
             results = self.bind(equation, environment, on_demand, again=not first_run)
@@ -122,6 +122,20 @@ class _Writer:
                     environment[value] = compat.with_default_layout(environment[value])
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
+
+    def wait_for_last_reader(
+        self, guard: tuple[int, int], environment: dict[int, Any], on_demand: dict[int, Any]
+    ) -> None:
+        """Read a donated argument behind a barrier that waits for the result of what reads it last.
+
+        On GPUs that result itself is read in front of the barrier: their kernels write over nothing that comes out of
+        one.
+        """
+        result = guard[1]
+        in_front = environment[result]
+        self.behind_barrier(guard, environment, on_demand)
+        if self.is_for_gpu:
+            environment[result] = in_front
 
     def wait(self, pin: Pin, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
         again = sorted(self.slices.keys() & pin.operands)
