@@ -355,15 +355,14 @@ def test_an_update_in_place_waits_for_the_last_reader_of_the_old_weight() -> Non
     assert counts == [0, len(WIDTHS) - 2]
 
 
-def guarded_step(w, x):
-    half = w - 0.5  # made on demand
-    other = jnp.tanh(half)
-    new = half * (x @ x)
-    return new, other @ x
-
-
 def test_an_update_reads_nothing_that_was_made_of_the_old_weight_in_front_of_its_barrier() -> None:
-    bridge = bridge_of(guarded_step, jnp.ones((2, 2)), jnp.ones((2, 2)), donated=1)
+    def step(w, x):
+        half = w - 0.5  # made on demand
+        other = jnp.tanh(half)
+        new = half * (x @ x)
+        return new, other @ x
+
+    bridge = bridge_of(step, jnp.ones((2, 2)), jnp.ones((2, 2)), donated=1)
     assert outline(jaxpr_of(bridge, save_everything(bridge.graph))) == [
         "in a b",
         "c = sub a 0.5",
@@ -374,18 +373,6 @@ def test_an_update_reads_nothing_that_was_made_of_the_old_weight_in_front_of_its
         "i = mul h e",
         "j = dot_general g b",
         "out i j",
-    ]
-
-
-@pytest.mark.parametrize(("platform", "read"), [("cpu", "g"), ("cuda", "d")])
-def test_on_gpus_what_an_update_waits_for_is_read_in_front_of_the_barrier(platform: str, read: str) -> None:
-    """Their kernels write over nothing that comes out of a barrier."""
-    bridge = bridge_of(guarded_step, jnp.ones((2, 2)), jnp.ones((2, 2)), donated=1, platform=platform)
-    lines = outline(jaxpr_of(bridge, save_everything(bridge.graph)))
-    assert lines[4] == "f g = optimization_barrier a d"
-    assert [line.split(" = ")[1] for line in lines if "dot_general" in line] == [
-        "dot_general b b",
-        f"dot_general {read} b",
     ]
 
 

@@ -18,10 +18,10 @@ from remat_opt.write.train_step import write
 RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
 
 
-def bridge_of(fun: Callable, *arguments: Any, donated: int = 0, platform: str = "") -> Bridge:
+def bridge_of(fun: Callable, *arguments: Any, donated: int = 0) -> Bridge:
     """The graph of a function; the leaves of its first `donated` arguments are donated."""
     leaves = [index < donated for index, argument in enumerate(arguments) for _ in jax.tree.leaves(argument)]
-    return build(inline(jax.make_jaxpr(fun)(*arguments)), RATES, tuple(leaves), platform=platform)
+    return build(inline(jax.make_jaxpr(fun)(*arguments)), RATES, tuple(leaves))
 
 
 def written(bridge: Bridge, schedule: Schedule, names: dict[int, str] | None = None) -> Callable:

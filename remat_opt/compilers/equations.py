@@ -7,9 +7,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.graph.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, named
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
+from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, named
 
 _DIVISIONS = named("div rem")
 PRODUCTS = named("mul square")

@@ -17,10 +17,10 @@ from remat_opt.compilers.reader import Reader
 from remat_opt.graph.build import bytes_of, op_of, workspace_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind, Op
-from remat_opt.graph.primitives import CONTRACTION, ELEMENTWISE, MOVES, named
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, named
 
 _SUMS = named("add add_jaxvals")
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow

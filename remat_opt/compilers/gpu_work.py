@@ -10,8 +10,8 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import WINDOWED
 from remat_opt.compilers.gpu_fusion import Work
-from remat_opt.graph.primitives import ELEMENTWISE, REDUCTION, named
 from remat_opt.program.inline import Equation, Program
+from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, named
 
 # Cycles for each element, of an H100 and in float32: XLA's own measurements (`hlo_op_profiles_data.h`). Numbers of two
 # bytes are computed in float32, but for sums and products.

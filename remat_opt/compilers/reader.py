@@ -28,10 +28,10 @@ from remat_opt.graph.build import (
 )
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.primitives import CONTRACTION, REDUCTION
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.primitives import CONTRACTION, REDUCTION
 
 
 class Reader:

@@ -17,13 +17,13 @@ from remat_opt.graph.cost import Rates, roofline
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, kind_of, named
 from remat_opt.graph.schedule import save_everything
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
 from remat_opt.program.platforms import GPUS
 from remat_opt.program.pooling import BOTH, EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
+from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, REDUCTION, named
 
 _POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
 _OF_IMAGES = _POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
@@ -224,6 +224,17 @@ def aliases_of(program: Program, donated: tuple[bool, ...], constants: dict[int,
             if output not in constants and given != output:
                 pairs.append((given, output))
     return tuple(dict.fromkeys(pairs))
+
+
+def kind_of(primitive: Any) -> Kind:
+    """How compilers treat a primitive; what is unknown is opaque."""
+    if primitive in ELEMENTWISE:
+        return Kind.ELEMENTWISE
+    if primitive in REDUCTION:
+        return Kind.REDUCTION
+    if primitive in CONTRACTION:
+        return Kind.CONTRACTION
+    return Kind.OPAQUE
 
 
 def bytes_of(aval: Any) -> int:

@@ -22,7 +22,7 @@ a kernel reads them, so that none is ever carried across a barrier.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from remat_opt.graph.graph import Graph, Kind, Op
 
@@ -178,6 +178,7 @@ def merge(
     sources: dict[int, tuple[int, ...]] = {}
     chains: dict[int, tuple[int, ...]] = {}  # for a virtual value the ops that make it from its sources
     virtual: dict[int, int] = {}
+    arithmetic = _DearArithmetic()
     kernels: list[Op] = []
     op_of: list[int] = []
     for index, op in enumerate(graph.ops):
@@ -188,26 +189,39 @@ def merge(
             )
         )
         chain = tuple(dict.fromkeys(o for value in op.inputs if value not in whole for o in chains.get(value, ())))
+        by_dear, beside = arithmetic.of(op, whole)
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
                 sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
+                arithmetic.reads[value] = by_dear, beside
             continue
         for value in op.outputs:
             if value in copied:
                 sources[value], chains[value] = inputs, (*chain, index)
+                arithmetic.reads[value] = by_dear, beside
         flops = op.flops + sum(graph.ops[o].flops for o in chain)
         workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
-        dear = op.dear or (
-            op.kind is Kind.ELEMENTWISE and any(graph.ops[o].dear and _makes_as_much(graph, o, index) for o in chain)
-        )
-        kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace, dear=dear))
+        twice = tuple(value for value in inputs if value in by_dear and value in beside)
+        kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace, dear_of=twice))
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
     return Fusion(fused, tuple(op_of), virtual, sums)
 
 
-def _makes_as_much(graph: Graph, op: int, kernel: int) -> bool:
-    """Whether an op's results take as many bytes as a kernel's: of one that divides by the root of a few numbers the
-    work is not in the root."""
-    made, needed = (sum(graph.sizes[value] for value in graph.ops[i].outputs) for i in (op, kernel))
-    return made >= needed
+class _DearArithmetic:
+    """Which buffers a virtual value is made of by dear arithmetic, and which without."""
+
+    def __init__(self):
+        self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
+
+    def of(self, op: Op, whole: Container[int]) -> tuple[frozenset[int], frozenset[int]]:
+        """What an elementwise op's result is made of by dear arithmetic, and what without."""
+        if op.kind is not Kind.ELEMENTWISE:
+            return frozenset(), frozenset()
+        read = [
+            (frozenset(), frozenset([value])) if value in whole or value not in self.reads else self.reads[value]
+            for value in op.inputs
+        ]
+        by_dear = frozenset().union(*(one for one, _ in read))
+        beside = frozenset().union(*(other for _, other in read))
+        return (by_dear | beside, frozenset()) if op.dear else (by_dear, beside)

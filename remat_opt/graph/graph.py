@@ -39,6 +39,7 @@ class Op:
         name: the primitive's name, for reports only.
         workspace: bytes that are live only while it runs, beside its operands and results.
         dear: elementwise, but too much arithmetic to be done in more than one kernel.
+        dear_of: of a kernel, operands that it does dear arithmetic on and reads beside that, too.
         of_buffers: its operands are buffers although its kind does not ask for that.
         of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
     """
@@ -52,6 +53,7 @@ class Op:
     name: str = ""
     workspace: int = 0
     dear: bool = False
+    dear_of: tuple[int, ...] = ()
     of_buffers: bool = False
     of_views: bool = False
 

@@ -15,14 +15,13 @@ from collections.abc import Callable, Sequence
 
 from remat_opt.graph.derive import early_order
 from remat_opt.graph.graph import Graph, Kind
-from remat_opt.program.platforms import GPUS
 
 
 def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
     """The order in which a platform's compiler runs a step's kernels."""
     if platform == "cpu":
         return depth_first(graph) if saving_memory else breadth_first(graph)
-    if platform in GPUS:
+    if platform in ("cuda", "rocm"):
         return greedy(graph)
     return early_order(graph)
 

@@ -7,15 +7,18 @@ So the second is made to wait, by a barrier over one of its operands and a resul
 
 And where a reduction and a later kernel compute the same elementwise values of the same buffers, as in a batch norm's
 backward pass, a compiler lets the reduction store these values, each as large as the buffers. So it does with what an
-activation and its derivative have in common, where that is dear (an exponential) or both are in one step of a loop.
-Read behind a barrier that waits for the first kernel, the buffers are others to the compiler, and the values are
-computed again.
+activation and its derivative have in common. Read behind a barrier that waits for the reduction, the buffers are others
+to the compiler, and the values are computed again.
+
+Where the activation is recomputed and they have dear values in common (GELU: a hyperbolic tangent), a compiler stores
+those, although the derivative needs the activation's operand as well. Here it is the activation that reads the operand
+behind a barrier, and it alone: a derivative that reads it directly may be written over it. (Of a softmax, whose
+derivative needs nothing but the exponential, storing that costs nothing.)
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Collection, Sequence
 
 from remat_opt.graph.graph import Graph, Kind
@@ -30,10 +33,16 @@ LARGE = 0.1  # what elementwise work makes, so that a derivative of it is looked
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pin:
-    """The kernel reads `operands` behind a barrier that waits for `results` of kernels before it."""
+    """The kernel reads `operands` behind a barrier that waits for `results` of kernels before it, and so do all later
+    ones; where there are no `results`, it alone does."""
 
     operands: tuple[int, ...]
     results: tuple[int, ...]
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether no other kernel reads the operands behind the barrier."""
+        return not self.results
 
 
 def pins(
@@ -65,19 +74,28 @@ def pins(
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own
         if recomputing:
-            earlier = _recomputed_for(schedule, index) if slices is None else ()
-            of_run = _PinsOfRun(graph, liveness, born, dying, position - len(earlier), slices)
-            pinned = of_run.find(run.ops, earlier)
+            pinned = _PinsOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
             found.update(((index, op), pin) for op, pin in pinned.items())
+        if slices is None and not run.recomputed and index and schedule.runs[index - 1].recomputed:
+            apart = _kept_apart(graph, liveness, schedule.runs[index - 1].ops, run.ops, position)
+            found.update(((index - 1, op), pin) for op, pin in apart.items())
         position += len(run.ops)
     return found
 
 
-def _recomputed_for(schedule: Schedule, index: int) -> tuple[int, ...]:
-    """The ops of the recomputed run in front of a first run: what the backward pass in it reads."""
-    if not index or schedule.runs[index].recomputed or not schedule.runs[index - 1].recomputed:
-        return ()
-    return schedule.runs[index - 1].ops
+def _kept_apart(
+    graph: Graph, liveness: Liveness, again: Sequence[int], ops: Sequence[int], start: int
+) -> dict[int, Pin]:
+    """The activations of a recomputed run that are to read operands alone, by ops: those of which a derivative near the
+    peak, in the run behind it, needs the same dear values and these operands, too."""
+    derived: set[int] = set()
+    for position, op in enumerate(ops, start):
+        made = sum(graph.sizes[value] for value in graph.ops[op].outputs)
+        if int(liveness.live[position]) + made > NEAR_THE_PEAK * liveness.peak:
+            derived.update(graph.ops[op].dear_of)
+    large = {value for value in derived if graph.sizes[value] >= WORTH_A_PIN * liveness.peak}
+    read = {op: tuple(value for value in graph.ops[op].dear_of if value in large) for op in again}
+    return {op: Pin(operands, results=()) for op, operands in read.items() if operands}
 
 
 class _PinsOfRun:
@@ -100,57 +118,43 @@ class _PinsOfRun:
         self.outputs = frozenset(graph.outputs)
         self.made_by: dict[int, int] = {}  # value → index in this run
         self.before: list[int] = []  # for each kernel those that run before it whatever the compiler does, as bits
-        self.computed_of: dict[int, int] = {}  # for a value the kernels whose work on it may be stored, as bits
+        self.reductions_of: dict[int, int] = {}  # for a value the reductions of this run that read it, as bits
         self.frees: list[int] = []  # bytes that stay longer if the kernel is done later than it should
 
-    def find(self, ops: Sequence[int], earlier: Sequence[int] = ()) -> dict[int, Pin]:
-        """Pins of a run's ops, which come after `earlier` ones that keep the order that they have."""
+    def find(self, ops: Sequence[int]) -> dict[int, Pin]:
         found: dict[int, Pin] = {}
-        for index, op in enumerate(earlier):
-            self.note(op, index, self.known_of(op), may_be_late=False)
-            if self.graph.ops[op].dear:
-                self.note_readings(op, index)
-        for index, op in enumerate(ops, start=len(earlier)):
-            known = self.known_of(op)
+        for index, op in enumerate(ops):
+            known = 0
+            for value in self.graph.ops[op].inputs:
+                if value in self.made_by:
+                    maker = self.made_by[value]
+                    known |= self.before[maker] | 1 << maker
             waits = {late: self.result_of(late, index, op) for late in self.that_may_be_late(op, index, known)}
             results = [value for value in waits.values() if value is not None]
             operands = [self.operand(op)] if results else []
-            for buffer, result in self.computed_before(op, index).items():
+            for buffer, result in self.reduced_before(op, index).items():
                 operands.append(buffer)
                 results.append(result)
             for late, value in waits.items():
                 known |= (self.before[late] | 1 << late) if value is not None else 0
             if results:
                 found[op] = Pin(tuple(dict.fromkeys(operands)), tuple(dict.fromkeys(results)))
-            self.note(op, index, known)
+            self.before.append(known)
+            self.frees.append(self.freed_by(op, self.start + index))
+            self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
             if self.graph.ops[op].kind is Kind.REDUCTION or (self.is_step_of_loop and self.makes_large(op)):
-                self.note_readings(op, index)
+                for value in self.graph.ops[op].inputs:
+                    self.reductions_of[value] = self.reductions_of.get(value, 0) | 1 << index
         return found
-
-    def known_of(self, op: int) -> int:
-        """The kernels that run before one because it depends on them, as bits."""
-        makers = [self.made_by[value] for value in self.graph.ops[op].inputs if value in self.made_by]
-        return functools.reduce(lambda known, maker: known | self.before[maker] | 1 << maker, makers, 0)
-
-    def note(self, op: int, index: int, known: int, *, may_be_late: bool = True) -> None:
-        self.before.append(known)
-        self.frees.append(self.freed_by(op, self.start + index) if may_be_late else 0)
-        self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
-
-    def note_readings(self, op: int, index: int) -> None:
-        """What this kernel computes of its operands a later one may need again."""
-        for value in self.graph.ops[op].inputs:
-            self.computed_of[value] = self.computed_of.get(value, 0) | 1 << index
 
     def makes_large(self, op: int) -> bool:
         """Whether a kernel of elementwise work makes a large buffer: a derivative of it may need the same values."""
         made = sum(self.graph.sizes[value] for value in self.graph.ops[op].outputs)
         return self.graph.ops[op].kind is Kind.ELEMENTWISE and made >= LARGE * self.liveness.peak
 
-    def computed_before(self, op: int, index: int) -> dict[int, int]:
-        """Large buffers that the kernel reads and that a kernel before it reads, too, whose work on them would be
-        stored: a reduction, a dear activation, or in a step of a loop elementwise work that makes as large a one. For
-        each a value that shows that this is done."""
+    def reduced_before(self, op: int, index: int) -> dict[int, int]:
+        """Large buffers that the kernel reads and that a reduction before it reads, too, or in a step of a loop
+        elementwise work that makes as large a one; for each a value that shows that this is done."""
         graph, peak = self.graph, self.liveness.peak
         read = (v for v in graph.ops[op].inputs if graph.producer[v] >= 0 or v in self.slices)
         large = [v for v in read if graph.sizes[v] >= WORTH_A_PIN * peak]
@@ -158,7 +162,7 @@ class _PinsOfRun:
             return {}
         found: dict[int, int] = {}
         for buffer in large:
-            latest = self.computed_of.get(buffer, 0).bit_length() - 1
+            latest = self.reductions_of.get(buffer, 0).bit_length() - 1
             result = self.result_of(latest, index, op) if latest >= 0 else None
             if result is not None:
                 found[buffer] = result

@@ -109,10 +109,15 @@ class _Writer:
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
             if first_run and op in self.guards:
-                self.wait_for_last_reader(self.guards[op], environment, on_demand)
-            if pin := self.pins.get((self.run_index, op)):
-                self.wait(pin, environment, on_demand)
-            results = self.bind(equation, environment, on_demand, again=not first_run)
+                self.behind_barrier(self.guards[op], environment, on_demand)
+            pin = self.pins.get((self.run_index, op))
+            if pin and pin.is_alone:
+                alone = {value: lax.optimization_barrier(environment[value]) for value in pin.operands}
+                results = self.bind(equation, {**environment, **alone}, {}, again=not first_run)
+            else:
+                if pin:
+                    self.wait(pin, environment, on_demand)
+                results = self.bind(equation, environment, on_demand, again=not first_run)
             environment.update(zip(equation.outputs, results, strict=True))
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
                 beside = [other for other in (self.together.get(value),) if other is not None and other in environment]
@@ -122,20 +127,6 @@ class _Writer:
                     environment[value] = compat.with_default_layout(environment[value])
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
-
-    def wait_for_last_reader(
-        self, guard: tuple[int, int], environment: dict[int, Any], on_demand: dict[int, Any]
-    ) -> None:
-        """Read a donated argument behind a barrier that waits for the result of what reads it last.
-
-        On GPUs that result itself is read in front of the barrier: their kernels write over nothing that comes out of
-        one.
-        """
-        result = guard[1]
-        in_front = environment[result]
-        self.behind_barrier(guard, environment, on_demand)
-        if self.is_for_gpu:
-            environment[result] = in_front
 
     def wait(self, pin: Pin, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
         again = sorted(self.slices.keys() & pin.operands)

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from jax.extend.core import primitives as P
 
-from remat_opt.graph.graph import Kind
 from remat_opt.program import compat
 from remat_opt.program.pooling import BOTH, PLACES, SPREAD
 
@@ -44,14 +41,3 @@ DEAR = named(
     "acos acosh asin asinh atan atan2 atanh cbrt cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt "
     "sinh sqrt tanh"
 )
-
-
-def kind_of(primitive: Any) -> Kind:
-    """How compilers treat a primitive; what is unknown is opaque."""
-    if primitive in ELEMENTWISE:
-        return Kind.ELEMENTWISE
-    if primitive in REDUCTION:
-        return Kind.REDUCTION
-    if primitive in CONTRACTION:
-        return Kind.CONTRACTION
-    return Kind.OPAQUE
