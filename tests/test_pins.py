@@ -151,7 +151,7 @@ def test_where_nothing_dear_is_in_common_operands_are_read_together(cheap: Op) -
 
 
 def test_a_derivative_far_below_the_peak_may_be_stored() -> None:
-    assert pins_of(*feed_forward(op6=Op((1, 6, 4), (7,), Kind.CONTRACTION, workspace=100 * BIG))) == {}
+    assert pins_of(*feed_forward(op6=Op((1, 6, 4), (7,), Kind.CONTRACTION, workspace=10 * BIG))) == {}
 
 
 def test_an_exponential_that_frees_its_operand_is_no_reason_to_read_alone() -> None:
