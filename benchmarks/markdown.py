@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.results_file import Results
-from benchmarks.tables import POLICIES, TITLES, VARIANTS, Row
+from benchmarks.tables import BY_FLOPS, OURS, POLICIES, TITLES, VARIANTS, Row
 
 Result = dict[str, Any]
 
 # Ours with the least memory at about one more forward pass; what is asked of it is in the summary.
-OURS = "ours"
+LEAST = "ours"
 BY_JAX = ("nn.remat", *POLICIES)
 HEADINGS = {"chen": "√n segments", **{name: f"`{name}`" for name in ("nn.remat",)}}
 
@@ -47,7 +47,7 @@ def to_markdown(table: str, target: str, rows: Sequence[Row], results: Results) 
         "",
         "## Ours, the least memory for at most one more forward pass",
         "",
-        *_grid(OURS_COLUMNS, [_our_row(row, results[row.key]) for row in shown if OURS in results[row.key]]),
+        *_grid(OURS_COLUMNS, [_our_row(row, results[row.key]) for row in shown if LEAST in results[row.key]]),
         *_failures(shown, results),
     ]
     return "\n".join(lines) + "\n"
@@ -61,7 +61,7 @@ OURS_COLUMNS = [
 
 def cut_of(results: dict[str, Result], name: str = "temp_bytes") -> float | None:
     """The part of the plain step's memory that ours saves; None where one of the two is not there."""
-    plain, ours = (results.get(variant, {}).get(name) for variant in ("plain", OURS))
+    plain, ours = (results.get(variant, {}).get(name) for variant in ("plain", LEAST))
     return 1 - ours / plain if plain and ours is not None else None
 
 
@@ -81,7 +81,7 @@ def below_our_frontier(results: dict[str, Result]) -> list[str]:
 
 def _is_ours(variant: str) -> bool:
     """Ours, at any budget; our frontier ends at the step as it was given."""
-    return variant.partition("@")[0] in (OURS, "plain")
+    return variant.partition("@")[0] in (*OURS, "plain")
 
 
 def _summary(rows: Sequence[Row], results: Results) -> list[str]:
@@ -95,9 +95,9 @@ def _summary(rows: Sequence[Row], results: Results) -> list[str]:
         lines.append(f"- A cut at least as large as the published one in {len(reached)} of {len(asked)} rows.")
     in_bytes = [row for row in asked if row.published and row.published.optimized_mb]
     if in_bytes:
-        below = [row for row in in_bytes if results[row.key][OURS]["temp_bytes"] / 1e6 < _published_mb(row)]
+        below = [row for row in in_bytes if results[row.key][LEAST]["temp_bytes"] / 1e6 < _published_mb(row)]
         lines.append(f"- Less memory than the published one, in MB, in {len(below)} of {len(in_bytes)} rows.")
-    flops = [results[row.key][OURS]["extra_flops"] for row in cuts]
+    flops = [results[row.key][LEAST]["extra_flops"] for row in cuts]
     lines.append(f"- Extra FLOPs: {statistics.mean(flops):.0%} on average, {max(flops):.0%} at most.")
     unmatched = {row.key: names for row in rows if (names := below_our_frontier(results[row.key]))}
     compared = [row for row in rows if any(name in BY_JAX for name in results[row.key])]
@@ -114,10 +114,15 @@ def _published_mb(row: Row) -> float:
 
 
 def _heading(variant: str) -> str:
-    if variant.startswith(f"{OURS}@"):
-        budget = variant.partition("@")[2]
-        return f"ours, {float(budget):.0%} of plain" if budget.replace(".", "").isdigit() else f"ours, as {budget}"
+    name, _, budget = variant.partition("@")
+    if name in OURS and budget:
+        heading = "ours by FLOPs" if name == BY_FLOPS else "ours"
+        return f"{heading}, {float(budget):.0%} of plain" if _is_fraction(budget) else f"{heading}, as {budget}"
     return HEADINGS.get(variant, f"`{variant}`" if "_" in variant else variant)
+
+
+def _is_fraction(budget: str) -> bool:
+    return budget.replace(".", "").isdigit()
 
 
 def _grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
@@ -148,7 +153,7 @@ def _memory(result: Result | None) -> str:
 
 
 def _our_row(row: Row, results: dict[str, Result]) -> list[str]:
-    ours, published = results[OURS], row.published
+    ours, published = results[LEAST], row.published
     temp, predicted, physical = (
         ours.get(name) for name in ("temp_bytes", "predicted_peak_bytes", "physical_peak_bytes")
     )

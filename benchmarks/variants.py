@@ -3,7 +3,7 @@
 A variant is named as on the command line: `plain`; `nn.remat`, by hand round every block; `chen`, √n segments; a stock
 policy of `jax.checkpoint` round the whole network; `ours`, the least memory that costs at most one more forward pass;
 `ours@0.5`, ours with half of the plain step's temporary memory; `ours@nn.remat`, ours in the physical peak of another
-variant.
+variant; `ours-by-flops@nn.remat`, the same with the fewest FLOPs instead of the least time by the roofline.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import flax.linen as nn
 import jax
 
 import remat_opt
-from benchmarks.tables import POLICIES, VARIANTS, Row
+from benchmarks.tables import BY_FLOPS, OURS, POLICIES, VARIANTS, Row
 from remat_opt.examples import TrainingExample, make_example
 from remat_opt.plan import Plan
 from remat_opt.program import compat
@@ -89,11 +89,14 @@ def write(row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, 
     if variant in ("plain", "nn.remat", *POLICIES):
         return Written(jax.jit(example.train_step, donate_argnums=example.donate_argnums), example)
     name, _, budget = variant.partition("@")
-    if name not in ("ours", "chen"):
-        raise ValueError(f"unknown variant {variant!r}; known are {', '.join(VARIANTS)} and ours@ with any fraction")
+    if name not in (*OURS, "chen"):
+        raise ValueError(
+            f"unknown variant {variant!r}; known are {', '.join(VARIANTS)}; after {'@ or '.join(OURS)}@ may stand any "
+            "fraction or other variant"
+        )
     step = remat_opt.optimize(
         example.train_step,
-        target=target,
+        target=dataclasses.replace(resolve_target(target), counts_flops=True) if name == BY_FLOPS else target,
         budget=_budget_of(budget, known),
         solver="chen" if name == "chen" else "auto",
         donate_argnums=example.donate_argnums,

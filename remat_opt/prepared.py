@@ -131,7 +131,7 @@ class Prepared:
     @property
     def rates(self) -> Rates:
         """What the target can do."""
-        return Rates(self.target.bandwidth, self.target.flops)
+        return _rates_of(self.target)
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -218,6 +218,10 @@ def prepare(captured: Captured, target: Target, *, keep_scatters: bool = False) 
     return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
 
 
+def _rates_of(target: Target) -> Rates:
+    return Rates(target.bandwidth, target.flops, target.counts_flops)
+
+
 def _bridge(program: Program, captured: Captured, target: Target, *, keep_scatters: bool = False) -> Bridge:
-    rates = Rates(target.bandwidth, target.flops)
+    rates = _rates_of(target)
     return build(program, rates, captured.donated, platform=target.platform, keep_scatters=keep_scatters)

@@ -17,6 +17,7 @@ from benchmarks.row import Request
 from benchmarks.step_time import time_variants
 from benchmarks.tables import FENG_HUANG, POLICIES, SMALL, TABLES, Row
 from remat_opt.examples import EXAMPLES
+from remat_opt.targets import resolve_target
 
 KEPT = load(file_of("small", "cpu"))
 
@@ -86,6 +87,10 @@ def test_a_budget_may_be_that_of_another_variant() -> None:
     written = variants.write(row, "ours@nn.remat", "cpu", known)
     assert written.plan is not None
     assert written.plan.budget == 10**12
+    by_flops = variants.write(row, "ours-by-flops@0.5", "h200", {})
+    assert by_flops.plan is not None
+    seconds, flops = by_flops.plan.predicted.extra_seconds, by_flops.plan.predicted.extra_flops
+    assert seconds == pytest.approx(flops / resolve_target("h200").flops["float32"])
     with pytest.raises(ValueError, match=r"expected a fraction.*'chen'; measure it first"):
         variants.write(row, "ours@chen", "cpu", known)
     with pytest.raises(ValueError, match=r"unknown variant 'theirs'; known are plain, nn\.remat"):
@@ -132,6 +137,7 @@ def test_the_table_compares_with_the_published_figures(tmp_path: Path) -> None:
     file = tmp_path / "table.json"
     keep(file, rows, "vgg11", "plain", made(4000e6))
     keep(file, rows, "vgg11", "ours", made(3000e6, 0.1))
+    keep(file, rows, "vgg11", "ours-by-flops@nn.remat", made(3500e6, 0.05))
     keep(file, rows, "alexnet", "plain", made(4000e6))
     keep(file, rows, "alexnet", "broken", {"error": "ValueError: no"})
     results = keep(file, rows, "alexnet", "ours", made(3000e6, 0.3, predicted_peak_bytes=2400e6))
@@ -139,6 +145,7 @@ def test_the_table_compares_with_the_published_figures(tmp_path: Path) -> None:
     assert json.loads(file.read_text(encoding="utf-8")) == results
     assert cut_of(results["alexnet"]) == pytest.approx(0.25)
     text = to_markdown("feng_huang", "h200", rows, results)
+    assert "| network | plain | ours | broken | ours by FLOPs, as nn.remat |" in text
     assert "saves 25% on average over 2 of 2 rows" in text
     assert "A cut at least as large as the published one in 1 of 2 rows" in text
     assert "Less memory than the published one, in MB, in 1 of 2 rows" in text
@@ -157,6 +164,8 @@ def test_what_lies_below_our_frontier() -> None:
         "chen": made(5, 0.0),  # our own writer
     }
     assert below_our_frontier({**results, **others}) == ["dots_saveable", "everything_saveable"]
+    by_flops = {"ours-by-flops@dots_saveable": made(50, 0.05)}
+    assert below_our_frontier({**results, **others, **by_flops}) == ["everything_saveable"]
 
 
 def test_the_readmes_table_is_made_from_the_kept_results() -> None:

@@ -108,6 +108,9 @@ def build(
         constants=frozenset(constant_equations),
     )
     fusion = fuse(unfused, with_sums=True)
+    if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
+        counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
+        fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=tuple(counted)))
     if platform == "tpu":
         fusion = dataclasses.replace(fusion, graph=_in_tiles(fusion.graph, program))
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}

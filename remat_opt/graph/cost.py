@@ -13,10 +13,12 @@ class Rates:
     Attributes:
         bandwidth: bytes per second between memory and arithmetic.
         flops: FLOP/s of matrix work by dtype name.
+        counts_flops: a graph's kernels take the time of their FLOPs, as float32's matrix work, and traffic takes none.
     """
 
     bandwidth: float
     flops: Mapping[str, float]
+    counts_flops: bool = False
 
     def matrix_rate(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`; float32's where the device says nothing of it."""

@@ -36,6 +36,9 @@ class Target:
         devices: of how many the programs are that are compiled for it; more than one for a topology ("v5e:4x4").
         compiler_config: how to ask for its compiler when it is absent: XLA's GpuTargetConfigProto in text form for
             "cuda", the topology's name for "tpu"; empty where it can only be compiled for when attached.
+        counts_flops: whether a search is to make FLOPs least, as papers count them, instead of estimated seconds: times
+            are then those of a device that moves bytes for nothing and computes everything at float32's rate. Write
+            `dataclasses.replace(resolve_target("h200"), counts_flops=True)`.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Target:
     device_kinds: tuple[str, ...] = ()
     compiler_config: str = field(default="", repr=False)
     devices: int = 1
+    counts_flops: bool = False
 
 
 # Fields of XLA's GpuTargetConfigProto that are the same for the three GPUs: CUDA C++ Programming Guide, table
