@@ -5,16 +5,20 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import lax
 
 from remat_opt import optimize
+from remat_opt.forms import Forms
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.pins import Pin, pins
 from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.prepared import prepare
 from remat_opt.program import compat
-from remat_opt.targets import measure_flat
+from remat_opt.program.capture import capture
+from remat_opt.targets import measure_flat, resolve_target
 from tests.written_programs import bridge_of
 
 # Values: 0 the weight, 1 the input of a layer, 2 the cotangent, 3 the gradient of the weight, 4 that of the input, 5
@@ -198,3 +202,19 @@ def test_the_gpu_compiler_does_not_store_the_derivative_beside_an_activation(mon
     pinned = temp_bytes()
     monkeypatch.setattr("remat_opt.write.train_step.pins", pins_together)
     assert pinned <= temp_bytes() - 0.8 * 4 * TOKENS * HIDDEN
+
+
+def test_activations_that_read_alone_give_the_same_values() -> None:
+    tokens, *keys = jax.random.split(jax.random.key(0), 5)
+    tokens = jax.random.normal(tokens, (64, 8))
+    weights = [(jax.random.normal(key, (8, 32)), jax.random.normal(key, (32, 8)) / 8) for key in keys]
+    prepared = prepare(capture(jax.jit(feed_forward_step), (weights, tokens), {}), resolve_target("h200"))
+    found = Forms(prepared, "chen").least()
+    solution = found.solution
+    alone = pins(found.prepared.problem.graph, solution.schedule, solution.liveness)
+    assert any(pin.is_alone for pin in alone.values())
+    leaves = jax.tree.leaves((weights, tokens))
+    written = found.prepared.emit(solution, leaves)
+    expected = jax.tree.leaves(feed_forward_step(weights, tokens))
+    for one, other in zip(written, expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
