@@ -199,10 +199,6 @@ class Reader:
             return [
                 dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)
             ]  # copied by a routine of its own, never fused
-        if equation.primitive is P.random_bits_p:
-            # Threefry works in a loop on two numbers for each result, which it starts from copies.
-            result = self.program.avals[equation.outputs[0]]
-            return [dataclasses.replace(op, workspace=max(op.workspace, 4 * 4 * result.size - bytes_of(result)))]
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:

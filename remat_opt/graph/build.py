@@ -24,6 +24,7 @@ from remat_opt.program.inline import Constant, Equation, Program, inline, may_ru
 from remat_opt.program.platforms import GPUS
 from remat_opt.program.pooling import BOTH, EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
 from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, REDUCTION, named
+from remat_opt.program.random_masks import masks_of_bits
 
 _POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
 _OF_IMAGES = _POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
@@ -70,6 +71,7 @@ def build(
     """
     if not keep_scatters:
         program = by_places(program, platform)
+    masks = masks_of_bits(program) if platform == "cpu" else frozenset()
     known_workspaces = dict(program.workspaces)
     turned = _turned_kernels(program) if platform in GPUS else {}
     turned_by: dict[int, int] = {}
@@ -93,6 +95,8 @@ def build(
             inside = workspace_of_loops(equation.primitive, equation.params, rates)
         space = max(space, inside) - _carried_in_place(equation, program, op.inputs, readers)
         if platform in GPUS and equation.primitive in _POOLS:  # a loop like others, into which its operand is fused
+            op = dataclasses.replace(op, kind=Kind.REDUCTION)
+        if masks.intersection(equation.outputs):  # stored, with all that it is made of fused into it
             op = dataclasses.replace(op, kind=Kind.REDUCTION)
         ops.append(dataclasses.replace(op, workspace=space))
         equation_of.append(index)
@@ -120,7 +124,7 @@ def build(
         tuple(equation_of[op] for op in fusion.op_of),
         {**constant_equations, **turned_by, **virtual},
         platform,
-        program.opaque | fusion.sums,
+        program.opaque | fusion.sums | masks,
     )
 
 
@@ -277,6 +281,10 @@ def workspace_of(equation: Equation, program: Program, platform: str) -> int:
         return _scatter_workspace(operands[0], operands[1], platform)
     if equation.primitive is P.concatenate_p and platform == "cpu":
         return bytes_of(program.avals[equation.outputs[0]])  # copied by a routine of its own, never fused
+    if equation.primitive is P.random_bits_p and platform == "cpu":
+        # Threefry works in a loop on two numbers for each result, which it starts from copies.
+        result = program.avals[equation.outputs[0]]
+        return 4 * 4 * result.size - bytes_of(result)
     if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
         copied = cpu_conv_copies(equation.params["dimension_numbers"])
         avals = (*operands[:2], program.avals[equation.outputs[0]])

@@ -21,7 +21,8 @@ from pathlib import Path
 
 _ASSIGNMENT_SUFFIX = "-buffer-assignment.txt"
 _ALLOCATION = re.compile(r"^allocation (\d+): size (\d+), (.*?):?$")
-_VALUE = re.compile(r"^\s*value: <\d+ (\S+?)(\{[\d,]*\})? @(\d+)> \(size=(\d+),offset=(\d+)\): (.*)$")
+# "(phi)": what a loop carries, as its steps see it.
+_VALUE = re.compile(r"^\s*value: <\d+ (\S+?)(\{[\d,]*\})?(?: \(phi\))? @(\d+)> \(size=(\d+),offset=(\d+)\): (.*)$")
 _INSTRUCTION = re.compile(r"^    (\d+):(\S+)$")
 _RANGE = re.compile(r"^    (\S+?)(\{[\d,]*\}):(\d+)-(\d+)$")
 _DEFINITION = re.compile(r"^\s*from instruction: (?:ROOT )?%?(\S+) = .*? [\w-]+\((?:%([\w.-]+))?")

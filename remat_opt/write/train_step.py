@@ -14,6 +14,7 @@ import jax
 from jax import lax
 
 from remat_opt.graph.build import Bridge
+from remat_opt.graph.cpu_pins import cpu_pins
 from remat_opt.graph.graph import Kind
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.pins import Pin, pins
@@ -89,6 +90,8 @@ class _Writer:
             liveness = simulate(self.bridge.graph, schedule)
             slices = self.slices.keys() if self.is_step_of_loop else None
             self.pins = pins(self.bridge.graph, schedule, liveness, slices)
+        elif self.bridge.platform == "cpu":
+            self.pins = cpu_pins(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
         stages = timeline(self.bridge.graph, schedule)
         handed_on: dict[int, Any] = {}
         for index, (stage, next_stage) in enumerate(zip(stages, (*stages[1:], None), strict=True)):

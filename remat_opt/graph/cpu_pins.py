@@ -1,0 +1,87 @@
+"""Where XLA's CPU compiler has to be told an order, because it orders by dependencies and the peak depends on it.
+
+Asked to save memory it takes what each result needs depth first, those operands first that have more users and more
+bytes behind them, whatever they free (`ordering.depth_first`). So there are two kinds of kernels that it does at the
+wrong end of a stretch:
+
+- what is made of nearly nothing, as random bits are of a key. Behind the barrier of a recomputed run a key depends on
+  as much as anything else, and a whole block's bits may be made before the first of them is read: in a transformer with
+  dropout two arrays of each mask, live together. They are made to wait for what the schedule has made in front of them.
+- what is made of something larger and read much later, as the gradient of a logits' product that waits for the
+  gradient of an embedding with the same weights. The compiler may make it when it is read, and hold the logits until
+  then, through the loop over all layers. The loop is made to wait for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat_opt.graph.graph import Graph, Kind
+from remat_opt.graph.liveness import Liveness
+from remat_opt.graph.pins import WORTH_A_PIN, Pin
+from remat_opt.graph.schedule import Schedule
+
+NEARLY_NOTHING = 0.01  # of what is made of it
+
+
+def cpu_pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], Pin]:
+    """Find the pins of a schedule for a CPU.
+
+    Args:
+        graph: the step, fused.
+        schedule: the order to keep.
+        liveness: what `simulate` says of the schedule.
+
+    Returns:
+        Pins by the run's index in the schedule and the op.
+    """
+    position = {op: at for at, op in enumerate(schedule.order)}  # of the last time that an op runs
+    least = WORTH_A_PIN * liveness.peak
+    found: dict[tuple[int, int], Pin] = {}
+    fresh: list[int] = []  # made since the last recomputed run
+    for index, run in enumerate(schedule.runs):
+        if run.recomputed:
+            fresh = []
+            found.update(((index, op), pin) for op, pin in _made_of_nearly_nothing(graph, run.ops, least).items())
+            continue
+        for op in run.ops:
+            pin = _of_a_loop(graph, op, fresh, position) if index else None
+            if pin:
+                found[index, op] = pin
+            fresh += graph.ops[op].outputs
+    return found
+
+
+def _made_of_nearly_nothing(graph: Graph, ops: Sequence[int], least: float) -> dict[int, Pin]:
+    """The ops of a run that make much of little, each with what is made in front of it and read behind it."""
+    last_read = {value: index for index, op in enumerate(ops) for value in graph.ops[op].inputs}
+    found: dict[int, Pin] = {}
+    made: list[int] = []
+    for index, op in enumerate(ops):
+        made_of, makes = graph.ops[op].inputs, graph.ops[op].outputs
+        size = sum(graph.sizes[value] for value in makes)
+        if size >= least and sum(graph.sizes[value] for value in made_of) < NEARLY_NOTHING * size:
+            before = [v for v in made if last_read.get(v, -1) > index and graph.sizes[v] >= NEARLY_NOTHING * size]
+            if before and made_of:
+                found[op] = Pin(tuple(dict.fromkeys(made_of)), (before[-1],))
+        made += makes
+    return found
+
+
+def _of_a_loop(graph: Graph, op: int, fresh: Sequence[int], position: dict[int, int]) -> Pin | None:
+    """What a loop waits for: values made in front of it, of larger ones that nobody else still reads."""
+    loop = graph.ops[op]
+    if loop.kind is not Kind.OPAQUE or not loop.workspace:
+        return None
+    results = tuple(value for value in fresh if _frees_more(graph, value, position[op], position))
+    operands = tuple(value for value in dict.fromkeys(loop.inputs) if value in fresh and value not in results)
+    return Pin(operands, results) if results and operands else None
+
+
+def _frees_more(graph: Graph, value: int, now: int, position: dict[int, int]) -> bool:
+    """Whether a value is read after a moment only, and something larger that it is made of is not."""
+    if value in graph.outputs or not graph.users[value] or any(position[user] <= now for user in graph.users[value]):
+        return False
+    sources = (one for one in graph.ops[graph.producer[value]].inputs if graph.producer[one] >= 0)
+    ended = (one for one in sources if all(position[user] < now for user in graph.users[one]))
+    return any(graph.sizes[one] > graph.sizes[value] for one in ended)
