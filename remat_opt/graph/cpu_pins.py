@@ -1,12 +1,15 @@
 """Where XLA's CPU compiler has to be told an order, because it orders by dependencies and the peak depends on it.
 
 Asked to save memory it takes what each result needs depth first, those operands first that have more users and more
-bytes behind them, whatever they free (`ordering.depth_first`). So there are two kinds of kernels that it does at the
+bytes behind them, whatever they free (`ordering.depth_first`). So there are three kinds of kernels that it does at the
 wrong end of a stretch:
 
 - what is made of nearly nothing, as random bits are of a key. Behind the barrier of a recomputed run a key depends on
   as much as anything else, and a whole block's bits may be made before the first of them is read: in a transformer with
   dropout two arrays of each mask, live together. They are made to wait for what the schedule has made in front of them.
+- what the library that sums products is given spread over an array, as a batch norm's factors for the gradient of its
+  mean: a buffer as large as the gradient, that may be made as soon as the factors are there. They are read behind a
+  barrier that waits for the gradient.
 - what is made of something larger and read much later, as the gradient of a logits' product that waits for the
   gradient of an embedding with the same weights. The compiler may make it when it is read, and hold the logits until
   then, through the loop over all layers. The loop is made to wait for it.
@@ -18,7 +21,7 @@ from collections.abc import Sequence
 
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Liveness
-from remat_opt.graph.pins import WORTH_A_PIN, Pin
+from remat_opt.graph.pins import NEAR_THE_PEAK, WORTH_A_PIN, Pin
 from remat_opt.graph.schedule import Schedule
 
 NEARLY_NOTHING = 0.01  # of what is made of it
@@ -39,13 +42,20 @@ def cpu_pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple
     least = WORTH_A_PIN * liveness.peak
     found: dict[tuple[int, int], Pin] = {}
     fresh: list[int] = []  # made since the last recomputed run
+    start = 0
     for index, run in enumerate(schedule.runs):
+        start += run.recomputed  # its barrier has a position of its own
+        live = liveness.live[start : start + len(run.ops)]
+        start += len(run.ops)
         if run.recomputed:
             fresh = []
             found.update(((index, op), pin) for op, pin in _made_of_nearly_nothing(graph, run.ops, least).items())
             continue
-        for op in run.ops:
+        for op, bytes_live in zip(run.ops, live.tolist(), strict=True):
             pin = _of_a_loop(graph, op, fresh, position) if index else None
+            if pin is None and index and (spread := _spread_in_a_sum(graph, op)):
+                is_near = bytes_live + graph.sizes[spread.results[0]] > NEAR_THE_PEAK * liveness.peak
+                pin = spread if is_near and graph.sizes[spread.results[0]] >= least else None
             if pin:
                 found[index, op] = pin
             fresh += graph.ops[op].outputs
@@ -66,6 +76,18 @@ def _made_of_nearly_nothing(graph: Graph, ops: Sequence[int], least: float) -> d
                 found[op] = Pin(tuple(dict.fromkeys(made_of)), (before[-1],))
         made += makes
     return found
+
+
+def _spread_in_a_sum(graph: Graph, op: int) -> Pin | None:
+    """What a reduction reads that is small beside the largest that it reads, made to wait for that."""
+    if graph.ops[op].kind is not Kind.REDUCTION:
+        return None
+    largest = max(graph.ops[op].inputs, key=graph.sizes.__getitem__, default=-1)
+    if largest < 0 or graph.producer[largest] < 0:
+        return None
+    small = [v for v in dict.fromkeys(graph.ops[op].inputs) if graph.sizes[v] < NEARLY_NOTHING * graph.sizes[largest]]
+    made = tuple(value for value in small if graph.producer[value] >= 0)  # a barrier would copy a donated argument
+    return Pin(made, (largest,)) if made else None
 
 
 def _of_a_loop(graph: Graph, op: int, fresh: Sequence[int], position: dict[int, int]) -> Pin | None:
