@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from remat_opt.compilers.model import compiled, peak_of
+from remat_opt.compilers.model import allocated_by, compiled, peak_of
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
@@ -158,7 +158,9 @@ class Prepared:
     @functools.cached_property
     def as_given(self) -> int:
         """Predicted peak in bytes of the step as it was given."""
-        return peak_of(self.graph_as_given)
+        if self.given:
+            return self.given.as_given
+        return self._allocated(self.graph_as_given) if self.can_be_foreseen else peak_of(self.graph_as_given)
 
     @functools.cached_property
     def peak_in_order(self) -> int:
@@ -184,8 +186,12 @@ class Prepared:
         """Predicted peak in bytes of the step as it is written for a solution."""
         known = self.problem.memo.setdefault("as written", {})  # with the problem, so that no trace outlives its step
         if solution.schedule not in known:
-            known[solution.schedule] = peak_of(self.graph_as_written(solution))
+            known[solution.schedule] = self._allocated(self.graph_as_written(solution))
         return known[solution.schedule]
+
+    def _allocated(self, graph: Graph) -> int:
+        """What the target's compiler allocates for a graph."""
+        return allocated_by(graph, self.target.platform)
 
     def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
         donated, platform = self.captured.donated, self.target.platform

@@ -256,17 +256,21 @@ def test_a_step_with_references_runs_as_it_was_given_and_says_so() -> None:
 
 
 @pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
-def test_dropout_masks_are_the_same_when_they_are_made_again(impl: str) -> None:
-    """The gradient of a masked layer is zero where its mask is: the masks of both passes have to agree."""
+@pytest.mark.parametrize("kind", ["noise", "mask"])
+def test_random_numbers_are_the_same_in_both_passes(kind: str, impl: str) -> None:
+    """The gradient of a noisy layer is scaled as the layer was, so that the numbers of both passes have to agree. Noise
+    is drawn again; of a mask the bytes are kept on the CPU, and not the bits."""
 
-    def masked(key: jax.Array, layer: Any, h: jax.Array) -> tuple[jax.Array, jax.Array]:
-        kept = jax.random.bernoulli(jax.random.fold_in(key, layer), 0.5, h.shape)
-        return jnp.where(kept, 2 * h, 0), kept
+    def drawn(key: jax.Array, layer: Any, shape: tuple[int, ...]) -> jax.Array:
+        folded = jax.random.fold_in(key, layer)
+        return jax.random.uniform(folded, shape) if kind == "noise" else jax.random.bernoulli(folded, 0.5, shape)
 
     def step(w: jax.Array, key: jax.Array, x: jax.Array) -> Any:
         def loss(w: jax.Array) -> jax.Array:
             def block(layer: Any, w: jax.Array, h: jax.Array) -> jax.Array:
-                return masked(key, layer, jnp.sin(h @ w))[0]
+                h = jnp.sin(h @ w)
+                numbers = drawn(key, layer, h.shape)
+                return h * numbers if kind == "noise" else jnp.where(numbers, 2 * h, 0)
 
             return jnp.mean(flat(block, w, x) ** 2)
 
@@ -281,8 +285,12 @@ def test_dropout_masks_are_the_same_when_they_are_made_again(impl: str) -> None:
             assert bool(jnp.all(jax.random.key_data(found) == jax.random.key_data(expected)))
         else:
             assert_close(found, expected)
-    again = [one for segment in segments_of(optimized, W, key, x) for one in equations_in(segment.params["jaxpr"])]
-    assert any(one.primitive in (primitives.random_bits_p, primitives.rng_bit_generator_p) for one in again)
+    segments = segments_of(optimized, W, key, x)
+    again = [one for segment in segments for one in equations_in(segment.params["jaxpr"])]
+    drawing = (primitives.random_bits_p, primitives.rng_bit_generator_p)
+    assert any(one.primitive in drawing for one in again) == (kind == "noise")
+    kept = {variable.aval.dtype for segment in segments for variable in segment.invars}
+    assert (jnp.dtype(bool) in kept) == (kind == "mask")
 
 
 def test_numbers_of_a_generator_with_a_state_are_drawn_once() -> None:

@@ -14,6 +14,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
+from remat_opt.compilers.packing import packed_bytes
 from remat_opt.compilers.reader import Reader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
@@ -62,8 +63,14 @@ def compiled(
 
 
 def peak_of(graph: Graph) -> int:
-    """Bytes of temporary memory of a step that runs its ops in the graph's order."""
+    """Bytes that are live at most in a step that runs its ops in the graph's order."""
     return simulate(graph, save_everything(graph)).peak if graph.ops else 0
+
+
+def allocated_by(graph: Graph, platform: str) -> int:
+    """Bytes of temporary memory that a platform's compiler allocates for what `compiled` gives."""
+    shared = shared_places(graph, with_direct_operands=platform in GPUS)
+    return packed_bytes(graph, shared, only_longest_first=platform == "tpu")
 
 
 def _parts_of_tuples(graph: Graph) -> frozenset[int]:
@@ -71,10 +78,9 @@ def _parts_of_tuples(graph: Graph) -> frozenset[int]:
     return frozenset(value for op in graph.ops if op.name == P.conv_general_dilated_p.name for value in op.outputs)
 
 
-def sharing_places(graph: Graph, *, with_direct_operands: bool = False) -> Graph:
-    """A graph whose elementwise kernels write over an operand of their result's size that nobody reads after them.
-
-    The result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
+def shared_places(graph: Graph, *, with_direct_operands: bool = False) -> dict[int, int]:
+    """For what elementwise kernels write over an operand of their result's size that nobody reads after them: that
+    operand.
 
     Args:
         graph: kernels in their order.
@@ -83,17 +89,30 @@ def sharing_places(graph: Graph, *, with_direct_operands: bool = False) -> Graph
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if with_direct_operands else ())}
-    ops = list(graph.ops)
-    for index, op in enumerate(ops):
+    found: dict[int, int] = {}
+    for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE:
             continue
         behind = held_by(graph, op) if with_direct_operands else ()
-        free = [graph.sizes[v] for v in op.inputs if last[v] == index and v not in kept and v not in behind]
+        free = [v for v in op.inputs if last[v] == index and v not in kept and v not in behind]
         for value in op.outputs:
-            if value not in kept and graph.sizes[value] in free:
-                free.remove(graph.sizes[value])
-                op = dataclasses.replace(op, workspace=op.workspace - graph.sizes[value])
-        ops[index] = op
+            fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]
+            if fitting and value not in kept:
+                found[value] = fitting[0]
+                free.remove(fitting[0])
+    return found
+
+
+def sharing_places(graph: Graph, *, with_direct_operands: bool = False) -> Graph:
+    """A graph whose kernels write over operands (`shared_places`, with the same arguments).
+
+    Such a result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
+    """
+    shared, ops = shared_places(graph, with_direct_operands=with_direct_operands), list(graph.ops)
+    for index, op in enumerate(ops):
+        taken = sum(graph.sizes[value] for value in op.outputs if value in shared)
+        if taken:
+            ops[index] = dataclasses.replace(op, workspace=op.workspace - taken)
     return dataclasses.replace(graph, ops=tuple(ops))
 
 

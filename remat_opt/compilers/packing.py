@@ -1,0 +1,95 @@
+"""How much a compiler allocates for its buffers: more than is live at once, where they do not fit together.
+
+XLA gives each buffer one place in one allocation for the whole step, one buffer after the other: the smallest gap that
+is free for all of its life, or the end (`heap_simulator.cc`, `GlobalDecreasingSizeBestFitHeap`). The compilers for CPUs
+and GPUs try the largest first and the longest lived first, and take the better; the one for TPUs takes the longest
+lived first. Time is counted in buffers that come and go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+import numpy as np
+
+from remat_opt.graph.graph import Graph
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Places that are to be found: bytes of each, and from when to when it is taken."""
+
+    size: np.ndarray
+    birth: np.ndarray
+    death: np.ndarray
+
+
+def packed_bytes(graph: Graph, shared: Mapping[int, int], *, only_longest_first: bool) -> int:
+    """Bytes of the allocation of a step that runs its ops in the graph's order.
+
+    Args:
+        graph: kernels in their order; their workspaces are counted without results that take an operand's place.
+        shared: for such a result the operand.
+        only_longest_first: as for TPUs.
+    """
+    if not graph.ops:
+        return 0
+    chunks = _chunks(graph, shared)
+    lived = chunks.death - chunks.birth
+    longest_first = _height(chunks, np.lexsort((chunks.birth, -chunks.size, -lived)))
+    if only_longest_first:
+        return longest_first
+    return min(longest_first, _height(chunks, np.lexsort((chunks.birth, -lived, -chunks.size))))
+
+
+def _chunks(graph: Graph, shared: Mapping[int, int]) -> _Chunks:
+    """One chunk for each buffer, those that share a place as one, and one for each kernel's workspace."""
+    lives = simulate(graph, save_everything(graph)).lives
+    place: dict[int, int] = {}  # of a value, the index of its chunk
+    size, birth, death = [], [], []
+    columns = (lives.value.tolist(), lives.size.tolist(), lives.birth.tolist(), lives.death.tolist())
+    for value, of_value, first, last in zip(*columns, strict=True):
+        if not of_value:
+            continue
+        if shared.get(value) in place:
+            index = place[value] = place[shared[value]]
+            death[index] = max(death[index], last)
+            continue
+        place[value] = len(size)
+        size.append(of_value)
+        birth.append(first)
+        death.append(last)
+    for position, op in enumerate(graph.ops):
+        space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
+        if space > 0:
+            size.append(space)
+            birth.append(position)
+            death.append(position)
+    return _in_events(np.array(size, dtype=np.int64), np.array(birth, dtype=np.int64), np.array(death, dtype=np.int64))
+
+
+def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> _Chunks:
+    """Time counted in buffers that come and go; at one position all come before any goes."""
+    count = len(size)
+    order = np.argsort(np.concatenate([2 * birth, 2 * death + 1]), kind="stable")
+    time = np.empty(2 * count, dtype=np.int64)
+    time[order] = np.arange(2 * count)
+    return _Chunks(size, time[:count], time[count:])
+
+
+def _height(chunks: _Chunks, order: np.ndarray) -> int:
+    """Bytes up to the end of the highest chunk, each placed in the smallest gap in which it fits, in some order."""
+    size, birth, death = chunks.size[order], chunks.birth[order], chunks.death[order]
+    offset, highest = np.zeros_like(size), 0
+    for index in range(len(size)):
+        beside = np.flatnonzero((birth[:index] <= death[index]) & (birth[index] <= death[:index]))
+        beside = beside[np.argsort(offset[beside], kind="stable")]
+        ends = np.maximum.accumulate(np.concatenate([[0], offset[beside] + size[beside]]))
+        gaps = offset[beside] - ends[:-1]
+        fitting = np.flatnonzero(gaps >= size[index])
+        offset[index] = ends[fitting[gaps[fitting].argmin()]] if len(fitting) else ends[-1]
+        highest = max(highest, int(offset[index] + size[index]))
+    return highest
