@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import pytest
 from test_targets import WIDE, WIDE_BYTES, dense_step
 
@@ -28,6 +30,18 @@ def test_the_live_buffers_at_the_peak(target: str, tmp_path: Path) -> None:
     assert rows[0][0] == f"{sizes[0] / 1e6:.2f}"
     everything = read_live_buffers(tmp_path, temporaries_only=False)
     assert "argument" in {buffer.role for buffer in everything.buffers}
+
+
+def test_what_a_loop_carries_is_live(tmp_path: Path) -> None:
+    def step(x: jax.Array) -> jax.Array:
+        _, stack = jax.lax.scan(lambda h, _: (jnp.sin(h), h), x, length=8)
+        return jnp.sum(stack @ stack[::-1])
+
+    square = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    figures = measure_flat(step, (square,), target="cpu", dump_to=tmp_path)
+    peak = read_live_buffers(tmp_path)
+    assert any(buffer.bytes == 8 * 4 * square.size for buffer in peak.buffers)
+    assert peak.live_bytes == pytest.approx(figures.temp_bytes, rel=0.01)
 
 
 def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ from remat_opt.graph.schedule import save_everything
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Chunks:
-    """Places that are to be found: bytes of each, and from when to when it is taken."""
+class Chunks:
+    """What places are to be found for: the bytes of each chunk, and from when to when it lives, both included."""
 
     size: np.ndarray
     birth: np.ndarray
@@ -45,7 +45,7 @@ def packed_bytes(graph: Graph, shared: Mapping[int, int], *, only_longest_first:
     return min(longest_first, _height(chunks, np.lexsort((chunks.birth, -lived, -chunks.size))))
 
 
-def _chunks(graph: Graph, shared: Mapping[int, int]) -> _Chunks:
+def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
     """One chunk for each buffer, those that share a place as one, and one for each kernel's workspace."""
     lives = simulate(graph, save_everything(graph)).lives
     place: dict[int, int] = {}  # of a value, the index of its chunk
@@ -71,25 +71,29 @@ def _chunks(graph: Graph, shared: Mapping[int, int]) -> _Chunks:
     return _in_events(np.array(size, dtype=np.int64), np.array(birth, dtype=np.int64), np.array(death, dtype=np.int64))
 
 
-def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> _Chunks:
+def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> Chunks:
     """Time counted in buffers that come and go; at one position all come before any goes."""
     count = len(size)
     order = np.argsort(np.concatenate([2 * birth, 2 * death + 1]), kind="stable")
     time = np.empty(2 * count, dtype=np.int64)
     time[order] = np.arange(2 * count)
-    return _Chunks(size, time[:count], time[count:])
+    return Chunks(size, time[:count], time[count:])
 
 
-def _height(chunks: _Chunks, order: np.ndarray) -> int:
-    """Bytes up to the end of the highest chunk, each placed in the smallest gap in which it fits, in some order."""
-    size, birth, death = chunks.size[order], chunks.birth[order], chunks.death[order]
-    offset, highest = np.zeros_like(size), 0
-    for index in range(len(size)):
-        beside = np.flatnonzero((birth[:index] <= death[index]) & (birth[index] <= death[:index]))
+def places(chunks: Chunks, order: np.ndarray) -> np.ndarray:
+    """The offset of each chunk, taken in some order, each in the smallest gap in which it fits."""
+    offset = np.zeros_like(chunks.size)
+    for count, index in enumerate(order):
+        placed = order[:count]
+        beside = placed[(chunks.birth[placed] <= chunks.death[index]) & (chunks.birth[index] <= chunks.death[placed])]
         beside = beside[np.argsort(offset[beside], kind="stable")]
-        ends = np.maximum.accumulate(np.concatenate([[0], offset[beside] + size[beside]]))
+        ends = np.maximum.accumulate(np.concatenate([[0], offset[beside] + chunks.size[beside]]))
         gaps = offset[beside] - ends[:-1]
-        fitting = np.flatnonzero(gaps >= size[index])
+        fitting = np.flatnonzero(gaps >= chunks.size[index])
         offset[index] = ends[fitting[gaps[fitting].argmin()]] if len(fitting) else ends[-1]
-        highest = max(highest, int(offset[index] + size[index]))
-    return highest
+    return offset
+
+
+def _height(chunks: Chunks, order: np.ndarray) -> int:
+    """Bytes up to the end of the highest chunk."""
+    return int((places(chunks, order) + chunks.size).max(initial=0))

@@ -1,0 +1,141 @@
+"""What XLA's CPU compiler has to be told to wait, on graphs that can be checked by hand, and by the compiler."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt import measure, optimize
+from remat_opt.graph.cpu_pins import cpu_pins
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.pins import Pin
+from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.program.inline import inline
+from remat_opt.program.random_masks import masks_of_bits
+
+BIG, SMALL = 1000, 2
+
+
+def pins_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Pin]:
+    return cpu_pins(graph, schedule, simulate(graph, schedule))
+
+
+# Values: 0 a key, 1 a layer's input, 2 what the layer makes of it, 3 bits, 4 what is masked with them, 5 the loss.
+MASKED = Graph(
+    (SMALL, BIG, BIG, BIG, BIG, 0),
+    (Op((1,), (2,)), Op((0,), (3,)), Op((2, 3), (4,)), Op((4,), (5,))),
+    inputs=(0, 1),
+    outputs=(5,),
+    fused=True,
+)
+AGAIN = Schedule((Run((0, 1, 2)), Run((0, 1, 2), recomputed=True), Run((3,))))
+
+
+def test_bits_wait_for_what_they_are_to_mask() -> None:
+    assert pins_of(MASKED, AGAIN) == {(1, 1): Pin(operands=(0,), results=(2,))}
+
+
+def test_what_is_made_of_as_much_waits_for_nothing() -> None:
+    assert pins_of(dataclasses.replace(MASKED, sizes=(BIG // 10, *MASKED.sizes[1:])), AGAIN) == {}
+
+
+def test_what_is_made_first_waits_for_nothing() -> None:
+    order = (1, 0, 2)
+    assert pins_of(MASKED, Schedule((Run(order), Run(order, recomputed=True), Run((3,))))) == {}
+
+
+# Values: 0 weights, 1 logits, 2 the weights' gradient, 3 the cotangent of a loop, 4 what the loop gives, 5 the update.
+TIED = Graph(
+    (BIG // 2, BIG, BIG // 2, SMALL, SMALL, 0),
+    (
+        Op((0,), (1,)),
+        Op((1,), (2,), Kind.CONTRACTION),
+        Op((1,), (3,), Kind.CONTRACTION),
+        Op((3,), (4,), workspace=BIG),
+        Op((2, 4), (5,)),
+    ),
+    inputs=(0,),
+    outputs=(5,),
+    fused=True,
+)
+BEHIND_A_BARRIER = Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3, 4))))
+
+
+def test_a_loop_waits_for_a_gradient_that_is_smaller_than_what_it_is_made_of() -> None:
+    assert pins_of(TIED, BEHIND_A_BARRIER) == {(2, 3): Pin(operands=(3,), results=(2,))}
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"sizes": (BIG // 2, BIG, BIG, SMALL, SMALL, 0)},  # no smaller
+        {"ops": (*TIED.ops[:3], Op((3,), (4,)), TIED.ops[4])},  # no memory of its own
+        {"ops": (*TIED.ops[:3], Op((3, 1), (4,), workspace=BIG), TIED.ops[4])},  # the logits are read by the loop
+        {"ops": (*TIED.ops[:3], Op((3, 2), (4,), workspace=BIG), TIED.ops[4])},  # it depends on the gradient
+    ],
+    ids=["no smaller", "no workspace", "still read", "read by the loop"],
+)
+def test_other_loops_wait_for_nothing(changed: dict) -> None:
+    assert pins_of(dataclasses.replace(TIED, **changed), BEHIND_A_BARRIER) == {}
+
+
+# Values: 0 an image, 1 factors of its features, 2 a gradient, 3 the sum of their product, 4 the loss.
+SUMMED = Graph(
+    (BIG, SMALL, BIG, SMALL, 0),
+    (Op((0,), (1,)), Op((0,), (2,)), Op((1, 2), (3,), Kind.REDUCTION), Op((3,), (4,))),
+    inputs=(0,),
+    outputs=(4,),
+    fused=True,
+)
+
+
+def test_factors_of_a_sum_wait_for_what_they_are_spread_over() -> None:
+    schedule = Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3))))
+    assert pins_of(SUMMED, schedule) == {(2, 2): Pin(operands=(1,), results=(2,))}
+    assert pins_of(SUMMED, Schedule((Run((0, 1, 2, 3)),))) == {}
+    alone = dataclasses.replace(SUMMED, ops=(*SUMMED.ops[:2], Op((2,), (3,), Kind.REDUCTION), *SUMMED.ops[3:]))
+    assert pins_of(alone, schedule) == {}
+
+
+def with_dropout(key: jax.Array, x: jax.Array) -> jax.Array:
+    kept = jax.random.bernoulli(key, 0.9, x.shape)
+    return jnp.where(kept, x / 0.9, 0)
+
+
+def test_masks_are_comparisons_of_random_bits() -> None:
+    x = jax.ShapeDtypeStruct((8, 8), jnp.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+
+    def masks_in(fun) -> list:
+        program = inline(jax.make_jaxpr(fun)(key, x))
+        return [program.avals[value] for value in masks_of_bits(program)]
+
+    assert [(mask.shape, mask.dtype) for mask in masks_in(with_dropout)] == [((8, 8), jnp.dtype(bool))]
+    assert masks_in(lambda key, x: jax.random.uniform(key, x.shape) * x) == []
+    assert masks_in(lambda key, x: jnp.where(jax.random.uniform(key, x.shape) < x, x, 0)) == []
+    assert masks_in(lambda key, x: jnp.where(x > 0.5, x, 0)) == []
+
+
+LAYERS, WIDTH = 6, 256
+X = jax.ShapeDtypeStruct((64, WIDTH, WIDTH), jnp.float32)
+
+
+def test_dropout_costs_a_byte_a_number_on_the_cpu() -> None:
+    """Seven arrays of a layer's size; ten where the bits are kept, which come out of Threefry's loop as two arrays."""
+
+    def step(weights: jax.Array, key: jax.Array, x: jax.Array) -> jax.Array:
+        def loss(weights: jax.Array) -> jax.Array:
+            h = x
+            for layer in range(LAYERS):
+                h = with_dropout(jax.random.fold_in(key, layer), jnp.sin(h @ weights[layer]))
+            return (h**2).sum()
+
+        return weights - 0.1 * jax.grad(loss)(weights)
+
+    weights = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    key = jax.eval_shape(lambda: jax.random.key(0))
+    found = measure(optimize(step, target="cpu"), weights, key, X, target="cpu").optimized
+    assert found is not None
+    assert found.temp_bytes < 7.5 * 4 * X.size

@@ -1,0 +1,74 @@
+"""How compilers lay buffers into one allocation, by hand and by the laws that any layout has to keep."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from remat_opt.compilers.model import allocated_by, peak_of, sharing_places
+from remat_opt.compilers.packing import Chunks, places
+from remat_opt.graph.graph import Graph, Kind, Op
+
+# As in AlexNet's backward pass: what is made on top of a large buffer keeps two later ones from lying side by side.
+LARGE, BETWEEN, ONE, OTHER = 13, 2, 8, 8
+IN_THE_WAY = Graph(
+    (LARGE, BETWEEN, ONE, OTHER, 0),
+    (
+        Op((), (0,)),
+        *(Op((), (), workspace=1) for _ in range(3)),  # so that the large one lives longest
+        Op((0,), (1,)),
+        Op((), (2,)),
+        Op((1,), (3,)),
+        Op((2, 3), (4,)),
+    ),
+    outputs=(4,),
+    fused=True,
+)
+
+
+@pytest.mark.parametrize(
+    ("platform", "bytes_allocated"),
+    [("tpu", LARGE + BETWEEN + OTHER), ("cuda", ONE + OTHER + BETWEEN), ("cpu", ONE + OTHER + BETWEEN)],
+)
+def test_what_is_placed_first_decides_what_is_allocated(platform: str, bytes_allocated: int) -> None:
+    assert peak_of(IN_THE_WAY) == ONE + OTHER + BETWEEN
+    assert allocated_by(IN_THE_WAY, platform) == bytes_allocated
+
+
+def test_a_result_that_takes_an_operands_place_is_no_chunk_of_its_own() -> None:
+    ops = (Op((), (0,)), Op((0,), (1,), kind=Kind.ELEMENTWISE), Op((1,), (2,)))
+    graph = sharing_places(Graph((8, 8, 0), ops, outputs=(2,), fused=True))
+    assert allocated_by(graph, "cpu") == 8
+
+
+def test_a_workspace_is_a_chunk_while_its_kernel_runs() -> None:
+    ops = (Op((), (0,)), Op((0,), (1,), workspace=5), Op((1,), (2,)))
+    assert allocated_by(Graph((8, 4, 0), ops, outputs=(2,), fused=True), "cpu") == 17
+
+
+def test_a_step_without_kernels_allocates_nothing() -> None:
+    assert allocated_by(Graph((8,), (), inputs=(0,), outputs=(0,), fused=True), "tpu") == 0
+
+
+LIVES = st.lists(st.tuples(st.integers(1, 20), st.integers(0, 12), st.integers(0, 6)), min_size=1, max_size=12)
+
+
+@given(LIVES, st.randoms())
+def test_what_lives_at_once_lies_apart_and_as_low_as_it_may(lives: list[tuple[int, int, int]], random) -> None:
+    size, birth, length = (np.array(column, dtype=np.int64) for column in zip(*lives, strict=True))
+    chunks = Chunks(size, birth, birth + length)
+    order = list(range(len(lives)))
+    random.shuffle(order)
+    offset = places(chunks, np.array(order))
+
+    def meet(one: int, other: int) -> bool:
+        return bool(birth[one] <= chunks.death[other] and birth[other] <= chunks.death[one])
+
+    for one, other in itertools.combinations(range(len(lives)), 2):
+        if meet(one, other):
+            assert offset[one] + size[one] <= offset[other] or offset[other] + size[other] <= offset[one]
+    for position, index in enumerate(order):
+        below = {int(offset[other] + size[other]) for other in order[:position] if meet(index, other)}
+        assert int(offset[index]) in below | {0}
