@@ -33,9 +33,9 @@ def test_the_live_buffers_at_the_peak(target: str, tmp_path: Path) -> None:
 
 
 def test_what_a_loop_carries_is_live(tmp_path: Path) -> None:
-    def step(x: jax.Array) -> jax.Array:
+    def step(x: jax.Array) -> list[jax.Array]:
         _, stack = jax.lax.scan(lambda h, _: (jnp.sin(h), h), x, length=8)
-        return jnp.sum(stack @ stack[::-1])
+        return [jnp.sum(stack @ stack[::-1])]
 
     square = jax.ShapeDtypeStruct((256, 256), jnp.float32)
     figures = measure_flat(step, (square,), target="cpu", dump_to=tmp_path)
