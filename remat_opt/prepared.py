@@ -23,7 +23,7 @@ from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.names import name_values
 from remat_opt.search import Problem, Solution
-from remat_opt.targets import Target
+from remat_opt.targets import Target, reports_gaps_twice
 from remat_opt.write.train_step import write
 
 MOST_FORESEEN = 30_000  # equations
@@ -190,8 +190,9 @@ class Prepared:
         return known[solution.schedule]
 
     def _allocated(self, graph: Graph) -> int:
-        """What the target's compiler allocates for a graph."""
-        return allocated_by(graph, self.target.platform)
+        """What the target's compiler reports as allocated for a graph."""
+        platform = self.target.platform
+        return allocated_by(graph, platform, gaps_twice=reports_gaps_twice(platform))
 
     def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
         donated, platform = self.captured.donated, self.target.platform

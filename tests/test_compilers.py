@@ -15,6 +15,7 @@ from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import breadth_first, depth_first, greedy
 from remat_opt.graph.tiles import padded_bytes
+from remat_opt.program.images import images_of
 from remat_opt.program.inline import inline
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
@@ -225,6 +226,19 @@ def test_tiles_of_a_tpu() -> None:
     assert padded_bytes((3,), 4) == 512
     assert padded_bytes((), 4) == 512
     assert padded_bytes((0, 8), 4) == 0
+
+
+def test_what_lies_behind_a_barrier_is_the_image_that_lies_before_it() -> None:
+    def pooled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        relu = jax.lax.optimization_barrier(jax.nn.relu(x) * 2)
+        return jax.lax.reduce_window(relu, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), jnp.sum(x, 3)
+
+    closed = jax.make_jaxpr(pooled)(jax.ShapeDtypeStruct((4, 8, 8, 3), jnp.float32))
+    program = inline(closed, with_barriers=True, keep_names=False)
+    shapes = [program.avals[value].shape for value in images_of(program)]
+    assert shapes.count((4, 4, 4, 3)) == 1  # what the pool makes
+    assert shapes.count((4, 8, 8, 3)) == sum(aval.shape == (4, 8, 8, 3) for aval in program.avals)
+    assert len(shapes) == 1 + shapes.count((4, 8, 8, 3))  # sums over the features are none
 
 
 def test_short_lives_are_spent_on_the_chip() -> None:

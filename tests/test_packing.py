@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from remat_opt.compilers.model import allocated_by, peak_of, sharing_places
-from remat_opt.compilers.packing import Chunks, places
+from remat_opt.compilers.packing import Chunks, pack, places
 from remat_opt.graph.graph import Graph, Kind, Op
 
 # As in AlexNet's backward pass: what is made on top of a large buffer keeps two later ones from lying side by side.
@@ -72,3 +72,19 @@ def test_what_lives_at_once_lies_apart_and_as_low_as_it_may(lives: list[tuple[in
     for position, index in enumerate(order):
         below = {int(offset[other] + size[other]) for other in order[:position] if meet(index, other)}
         assert int(offset[index]) in below | {0}
+
+
+def test_an_old_libtpu_reports_what_lies_idle_once_more() -> None:
+    idle = LARGE + BETWEEN + OTHER - (ONE + OTHER + BETWEEN)
+    assert allocated_by(IN_THE_WAY, "tpu", gaps_twice=True) == LARGE + BETWEEN + OTHER + idle
+
+
+@given(LIVES)
+def test_gaps_are_what_is_allocated_beyond_what_lives_at_once(lives: list[tuple[int, int, int]]) -> None:
+    ops = []
+    for now in range(max(birth + length for _, birth, length in lives) + 1):
+        ops.append(Op((), tuple(value for value, (_, birth, _) in enumerate(lives) if birth == now)))
+        ops.append(Op(tuple(value for value, (_, birth, length) in enumerate(lives) if birth + length == now), ()))
+    graph = Graph(tuple(size for size, _, _ in lives), tuple(ops), fused=True)
+    allocation = pack(graph, {}, only_longest_first=True)
+    assert allocation.size - allocation.gaps == peak_of(graph)

@@ -26,7 +26,9 @@ from remat_opt.targets import (
     is_attached,
     measure_flat,
     read_figures,
+    read_live_buffers,
     remote,
+    reports_gaps_twice,
     resolve_target,
 )
 from remat_opt.targets.export import export_flat, without_debug_effects
@@ -396,3 +398,30 @@ def test_arguments_that_are_on_no_mesh_are_of_one_device() -> None:
     (aval,) = jax.make_jaxpr(jnp.sin)(jnp.ones((8, 128))).in_avals
     assert aval.sharding.num_devices == 0
     assert measure_flat(lambda x: [jnp.sin(x) @ x.T], [aval], target="h200").output_bytes > 0
+
+
+def test_an_old_libtpu_reports_gaps_between_buffers_twice(tmp_path: Path) -> None:
+    unit, barrier = 2**16, jax.lax.optimization_barrier
+
+    def rows(count: int, values: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.dot(values[: count * unit], weights, precision="highest")
+
+    def step(values: jax.Array, weights: jax.Array, small: jax.Array) -> list[jax.Array]:
+        large = rows(13, values, weights)
+        for _ in range(12):  # lives longest, so that it is placed first
+            large, small = barrier((large, small))
+            small = jnp.sin(small @ weights)
+        between = rows(2, values, small + large[:512])
+        weights, between = barrier((weights + jnp.sum(large @ weights, 0), between))
+        between, one = barrier((between, rows(8, values, weights)))
+        weights, one = barrier((weights + jnp.sum(between @ weights, 0), one))
+        one, other = barrier((one, rows(8, values, weights)))
+        return [jnp.sum((one @ weights) * (other @ weights))]
+
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16 * unit, 512), (512, 512), (512, 512))]
+    figures = measure_flat(step, avals, target="v5e", dump_to=tmp_path)
+    peak = read_live_buffers(tmp_path)
+    gaps = peak.allocated_bytes - peak.live_bytes
+    assert gaps > 0.02 * peak.allocated_bytes
+    reported = peak.allocated_bytes + gaps * reports_gaps_twice("tpu")
+    assert figures.temp_bytes == pytest.approx(reported, rel=0.001)

@@ -14,7 +14,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
-from remat_opt.compilers.packing import packed_bytes
+from remat_opt.compilers.packing import pack
 from remat_opt.compilers.reader import Reader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
@@ -67,10 +67,17 @@ def peak_of(graph: Graph) -> int:
     return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
 
-def allocated_by(graph: Graph, platform: str) -> int:
-    """Bytes of temporary memory that a platform's compiler allocates for what `compiled` gives."""
+def allocated_by(graph: Graph, platform: str, *, gaps_twice: bool = False) -> int:
+    """Bytes of temporary memory that a platform's compiler reports for what `compiled` gives.
+
+    Args:
+        graph: kernels in their order.
+        platform: of the target.
+        gaps_twice: whether the compiler reports its allocation and what lies idle in it (`targets/figures.py`).
+    """
     shared = shared_places(graph, with_direct_operands=platform in GPUS)
-    return packed_bytes(graph, shared, only_longest_first=platform == "tpu")
+    allocation = pack(graph, shared, only_longest_first=platform == "tpu")
+    return allocation.size + gaps_twice * allocation.gaps
 
 
 def _parts_of_tuples(graph: Graph) -> frozenset[int]:

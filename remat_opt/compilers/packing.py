@@ -27,8 +27,16 @@ class Chunks:
     death: np.ndarray
 
 
-def packed_bytes(graph: Graph, shared: Mapping[int, int], *, only_longest_first: bool) -> int:
-    """Bytes of the allocation of a step that runs its ops in the graph's order.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Allocation:
+    """Bytes of a step's allocation, and how many of them lie in no buffer when most are live."""
+
+    size: int
+    gaps: int
+
+
+def pack(graph: Graph, shared: Mapping[int, int], *, only_longest_first: bool) -> Allocation:
+    """The allocation of a step that runs its ops in the graph's order.
 
     Args:
         graph: kernels in their order; their workspaces are counted without results that take an operand's place.
@@ -36,13 +44,13 @@ def packed_bytes(graph: Graph, shared: Mapping[int, int], *, only_longest_first:
         only_longest_first: as for TPUs.
     """
     if not graph.ops:
-        return 0
+        return Allocation(0, 0)
     chunks = _chunks(graph, shared)
     lived = chunks.death - chunks.birth
-    longest_first = _height(chunks, np.lexsort((chunks.birth, -chunks.size, -lived)))
-    if only_longest_first:
-        return longest_first
-    return min(longest_first, _height(chunks, np.lexsort((chunks.birth, -lived, -chunks.size))))
+    size = _height(chunks, np.lexsort((chunks.birth, -chunks.size, -lived)))
+    if not only_longest_first:
+        size = min(size, _height(chunks, np.lexsort((chunks.birth, -lived, -chunks.size))))
+    return Allocation(size, size - _most_live(chunks))
 
 
 def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
@@ -97,3 +105,11 @@ def places(chunks: Chunks, order: np.ndarray) -> np.ndarray:
 def _height(chunks: Chunks, order: np.ndarray) -> int:
     """Bytes up to the end of the highest chunk."""
     return int((places(chunks, order) + chunks.size).max(initial=0))
+
+
+def _most_live(chunks: Chunks) -> int:
+    """The most bytes that are live at once."""
+    change = np.zeros(2 * len(chunks.size) + 1, dtype=np.int64)
+    change[chunks.birth] = chunks.size
+    change[chunks.death] = -chunks.size
+    return int(change.cumsum().max(initial=0))

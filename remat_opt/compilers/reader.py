@@ -20,7 +20,6 @@ from remat_opt.graph.build import (
     aliases_of,
     bytes_of,
     cpu_conv_copies,
-    images_of,
     is_constant,
     op_of,
     workspace_of,
@@ -30,6 +29,7 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
+from remat_opt.program.images import images_of
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import CONTRACTION, REDUCTION
 

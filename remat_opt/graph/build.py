@@ -20,14 +20,12 @@ from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
+from remat_opt.program.images import POOLS, images_of
 from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
 from remat_opt.program.platforms import GPUS
 from remat_opt.program.pooling import BOTH, EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
-from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, REDUCTION, named
+from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, REDUCTION
 from remat_opt.program.random_masks import masks_of_bits
-
-_POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
-_OF_IMAGES = _POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -94,7 +92,7 @@ def build(
         if inside is None:
             inside = workspace_of_loops(equation.primitive, equation.params, rates)
         space = max(space, inside) - _carried_in_place(equation, program, op.inputs, readers)
-        if platform in GPUS and equation.primitive in _POOLS:  # a loop like others, into which its operand is fused
+        if platform in GPUS and equation.primitive in POOLS:  # a loop like others, into which its operand is fused
             op = dataclasses.replace(op, kind=Kind.REDUCTION)
         if masks.intersection(equation.outputs):  # stored, with all that it is made of fused into it
             op = dataclasses.replace(op, kind=Kind.REDUCTION)
@@ -252,17 +250,6 @@ def bytes_of(aval: Any) -> int:
     return math.prod(shape) * compat.item_bytes(dtype)
 
 
-def images_of(program: Program) -> frozenset[int]:
-    """Values that convolutions and pooling make or read: arrays of (batch, space, features)."""
-    return frozenset(
-        x
-        for equation in program.equations
-        if equation.primitive in _OF_IMAGES
-        for x in (*equation.inputs, *equation.outputs)
-        if isinstance(x, int) and len(program.avals[x].shape) > 2
-    )
-
-
 def _in_tiles(graph: Graph, program: Program) -> Graph:
     """The graph with the sizes of images as a TPU stores them: of few features or a small batch, up to twice as many
     bytes. That decides where the peak is; all else is padded by little."""
@@ -412,7 +399,7 @@ _FLOP_RULES: dict[Any, Callable[[dict[str, Any], list[Any], list[Any]], float]] 
     P.conv_general_dilated_p: _conv_flops,
     P.scan_p: _scan_flops,
     P.cond_p: _cond_flops,
-    **dict.fromkeys(_POOLS, _pool_flops),
+    **dict.fromkeys(POOLS, _pool_flops),
     P.select_and_scatter_add_p: _scatter_flops,
     PLACES: _part_flops(PLACES),
     SPREAD: _part_flops(SPREAD),

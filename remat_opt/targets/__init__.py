@@ -12,6 +12,7 @@ from remat_opt.targets.errors import ProgramNotPortable as ProgramNotPortable
 from remat_opt.targets.errors import TargetUnavailable as TargetUnavailable
 from remat_opt.targets.figures import Figures as Figures
 from remat_opt.targets.figures import read_figures as read_figures
+from remat_opt.targets.figures import reports_gaps_twice as reports_gaps_twice
 from remat_opt.targets.live_buffers import LiveBuffer as LiveBuffer
 from remat_opt.targets.live_buffers import LivePeak as LivePeak
 from remat_opt.targets.live_buffers import live_buffer_rows as live_buffer_rows
