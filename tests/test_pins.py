@@ -19,6 +19,7 @@ from remat_opt.prepared import prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture
 from remat_opt.targets import measure_flat, resolve_target
+from tests.training_steps import STEPS
 from tests.written_programs import bridge_of
 
 # Values: 0 the weight, 1 the input of a layer, 2 the cotangent, 3 the gradient of the weight, 4 that of the input, 5
@@ -218,3 +219,53 @@ def test_activations_that_read_alone_give_the_same_values() -> None:
     expected = jax.tree.leaves(feed_forward_step(weights, tokens))
     for one, other in zip(written, expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def attention_by_hand(**changes) -> tuple[Graph, Schedule]:
+    """An exponential, 3, that is recomputed of the scores, 2; its derivative, 5, reads it, and a product later, too."""
+    ops = [
+        Op((0,), (1,), Kind.OPAQUE),
+        Op((1,), (2,), Kind.CONTRACTION),
+        Op((2,), (3,), Kind.ELEMENTWISE, dear=True),
+        Op((1, 3), (4,), Kind.CONTRACTION),
+        Op((3, 4), (5,), Kind.ELEMENTWISE),
+        Op((5,), (6,), Kind.CONTRACTION),
+        Op((6, 3), (7,), Kind.CONTRACTION),
+    ]
+    for index, op in changes.items():
+        ops[int(index[2:])] = op
+    graph = Graph((SMALL, SMALL, BIG, BIG, BIG, BIG, SMALL, SMALL), tuple(ops), inputs=(0,), outputs=(7,), fused=True)
+    return graph, Schedule((Run((0, 1, 2)), Run((1, 2), recomputed=True), Run((3, 4, 5, 6))))
+
+
+def test_a_derivative_reads_a_recomputed_exponential_that_is_stored_in_any_case_behind_a_barrier() -> None:
+    """Else XLA makes both in one kernel, and the scores are there until then."""
+    assert pins_of(*attention_by_hand())[2, 4] == Pin(operands=(3,), results=())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"op2": Op((2,), (3,), Kind.ELEMENTWISE)},  # cheap: made again where it is needed
+        {"op6": Op((6,), (7,), Kind.CONTRACTION)},  # nobody reads it later
+        {"op0": Op((0,), (1,), Kind.OPAQUE, workspace=10 * BIG)},  # far below the peak
+        {"op4": Op((3, 4), (5,), Kind.CONTRACTION)},  # no kernel that computes it itself
+    ],
+)
+def test_else_it_reads_the_exponential_as_it_is(changed: dict[str, Op]) -> None:
+    assert (2, 4) not in pins_of(*attention_by_hand(**changed))
+
+
+@pytest.mark.filterwarnings("ignore:remat_opt. .*step. planned for h200")
+def test_the_gpu_compiler_does_not_keep_the_scores_of_attention_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = STEPS["hand_written_attention"]()
+    args = case.make_args()
+
+    def temp_bytes() -> int:
+        flat = compat.function_of_jaxpr(optimize(case.step, target="h200").trace(*args))
+        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args)]
+        return measure_flat(flat, avals, target="h200").temp_bytes
+
+    pinned = temp_bytes()
+    monkeypatch.setattr("remat_opt.graph.pins._read_whole", lambda *given: {})
+    assert pinned <= 0.95 * temp_bytes()

@@ -14,12 +14,15 @@ Where the activation is recomputed and they have dear values in common (GELU: a 
 those, although the derivative needs the activation's operand as well. Here it is the activation that reads the operand
 behind a barrier, and it alone: a derivative that reads it directly may be written over it. (Of a softmax, whose
 derivative needs nothing but the exponential, storing that costs nothing.)
+
+And where a dear result that is recomputed is read by an elementwise kernel, and by another kernel later, a compiler may
+make it together with the first, and keeps its operand until then. So that kernel reads it behind a barrier.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Buffer, Liveness
@@ -79,6 +82,10 @@ def pins(
         if slices is None and not run.recomputed and index and schedule.runs[index - 1].recomputed:
             apart = _kept_apart(graph, liveness, schedule.runs[index - 1].ops, run.ops, position)
             found.update(((index - 1, op), pin) for op, pin in apart.items())
+            whole = _read_whole(graph, liveness, dying, schedule.runs[index - 1].ops, run.ops, position)
+            for op, values in whole.items():
+                pin = found.get((index, op), Pin((), ()))
+                found[index, op] = Pin(tuple(dict.fromkeys((*pin.operands, *values))), pin.results)
         position += len(run.ops)
     return found
 
@@ -96,6 +103,28 @@ def _kept_apart(
     large = {value for value in derived if graph.sizes[value] >= WORTH_A_PIN * liveness.peak}
     read = {op: tuple(value for value in graph.ops[op].dear_of if value in large) for op in again}
     return {op: Pin(operands, results=()) for op, operands in read.items() if operands}
+
+
+def _read_whole(
+    graph: Graph,
+    liveness: Liveness,
+    dying: Mapping[int, Collection[int]],
+    again: Sequence[int],
+    ops: Sequence[int],
+    start: int,
+) -> dict[int, tuple[int, ...]]:
+    """For the elementwise kernels near the peak the dear results of the recomputed run before them that they are to
+    read behind a barrier: those that are stored in any case, because another kernel reads them later."""
+    dear = {value for op in again if graph.ops[op].dear for value in graph.ops[op].outputs}
+    found: dict[int, tuple[int, ...]] = {}
+    for position, op in enumerate(ops, start):
+        kernel = graph.ops[op]
+        stays = [v for v in kernel.inputs if v in dear and v not in dying.get(position, ())]
+        large = tuple(v for v in stays if graph.sizes[v] >= WORTH_A_PIN * liveness.peak)
+        again_live = int(liveness.live[position]) + sum(graph.sizes[value] for value in large)
+        if large and kernel.kind is Kind.ELEMENTWISE and again_live > NEAR_THE_PEAK * liveness.peak:
+            found[op] = large
+    return found
 
 
 class _PinsOfRun:
