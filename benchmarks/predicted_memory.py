@@ -168,7 +168,7 @@ def to_markdown(results: dict[str, dict]) -> str:
         "the plan's; beside them those of the step that is written, counted by a walk over it.",
         [
             *(NETWORK, "target", "plain: predicted", "compiled", "error", "optimised: predicted", "compiled", "error"),
-            *("against plain", "extra FLOPs", "counted", "jax"),
+            *("against plain", "extra FLOPs", "counted", "compiler"),
         ],
         map(_cells, results.values()),
         summary,
@@ -194,7 +194,7 @@ def _cells(result: dict[str, Any]) -> list[str]:
         cells.append("–")
     cells.append(f"{result['extra_flops']:.0%}")
     cells.append(f"{result['walked_extra_flops']:.1%}" if "walked_extra_flops" in result else "")
-    cells.append((optimized or plain or {}).get("jax_version", "–"))
+    cells.append((optimized or plain or {}).get("compiler", "–"))
     return cells
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Equation, Program
+from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, named
 
 _DIVISIONS = named("div rem")
@@ -60,3 +60,12 @@ def is_matrix_transpose(equation: Equation) -> bool:
 def is_half(aval: Any) -> bool:
     """Whether a number takes two bytes and has a fraction."""
     return aval.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def draws_by_arithmetic(equation: Equation, program: Program) -> bool:
+    """Whether random bits are Threefry's: some hundred steps of arithmetic on a key and a position, of which none alone
+    is too much to be done in every kernel that reads them."""
+    if equation.primitive is not P.random_bits_p:
+        return False
+    (key,) = (x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs)
+    return str(key.dtype) == "key<fry>"

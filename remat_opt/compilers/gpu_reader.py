@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import BIASES, WINDOWED
+from remat_opt.compilers.equations import BIASES, WINDOWED, draws_by_arithmetic
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_products import Merged, merged_products
@@ -67,6 +67,8 @@ class GpuReader(Reader):
             return self.padded(equation, op)
         if equation.primitive in WINDOWED:  # a loop like others, into which its operand is fused
             return [dataclasses.replace(op, kind=Kind.REDUCTION)]
+        if draws_by_arithmetic(equation, self.program):
+            return [dataclasses.replace(op, kind=Kind.ELEMENTWISE)]
         return [op, *more]
 
     def finish(self) -> None:
