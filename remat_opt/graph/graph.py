@@ -153,8 +153,8 @@ class Graph:
     def events(self) -> Events:
         """What each op does to values, as it does it."""
         touched = Lists.make([(*op.inputs, *op.outputs) for op in self.ops])
-        makes = [[False] * len(op.inputs) + [True] * len(op.outputs) for op in self.ops]
-        return Events(touched, Lists(np.array(list(itertools.chain(*makes)), dtype=bool), touched.start, touched.counts))
+        makes = itertools.chain.from_iterable([False] * len(op.inputs) + [True] * len(op.outputs) for op in self.ops)
+        return Events(touched, Lists(np.fromiter(makes, dtype=bool), touched.start, touched.counts))
 
     @functools.cached_property
     def results(self) -> np.ndarray:
