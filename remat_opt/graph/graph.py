@@ -9,7 +9,9 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import itertools
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -80,6 +82,13 @@ class Lists:
         return self.values[np.repeat(self.start[which] - before, counts) + np.arange(int(counts.sum()))]
 
 
+class Events(NamedTuple):
+    """What each op reads and then makes, and which of these it makes."""
+
+    touched: Lists
+    makes: Lists
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Graph:
     """A step: `sizes[v]` bytes for each value, ops in program order.
@@ -126,14 +135,40 @@ class Graph:
         return tuple(map(tuple, users))
 
     @functools.cached_property
+    def operands(self) -> tuple[tuple[int, ...], ...]:
+        """What each op reads, as it is written."""
+        return tuple(op.inputs for op in self.ops)
+
+    @functools.cached_property
     def reads(self) -> Lists:
         """What each op reads."""
-        return Lists.make([op.inputs for op in self.ops])
+        return Lists.make(self.operands)
 
     @functools.cached_property
     def makes(self) -> Lists:
         """What each op makes."""
         return Lists.make([op.outputs for op in self.ops])
+
+    @functools.cached_property
+    def events(self) -> Events:
+        """What each op does to values, as it does it."""
+        touched = Lists.make([(*op.inputs, *op.outputs) for op in self.ops])
+        makes = itertools.chain.from_iterable([False] * len(op.inputs) + [True] * len(op.outputs) for op in self.ops)
+        return Events(touched, Lists(np.fromiter(makes, dtype=bool), touched.start, touched.counts))
+
+    @functools.cached_property
+    def results(self) -> np.ndarray:
+        """Outputs that are the caller's."""
+        return np.array([value for value in self.outputs if value not in self.held], dtype=np.int64)
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """For each value the index in `inputs` of the donated argument whose place it takes; −1 for none."""
+        index = {value: at for at, value in enumerate(self.inputs)}
+        places = np.full(len(self.sizes), -1, dtype=np.int64)
+        for given, output in self.aliases:
+            places[output] = index[given]
+        return places
 
     @functools.cached_property
     def size_array(self) -> np.ndarray:

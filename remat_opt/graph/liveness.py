@@ -14,6 +14,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
+import itertools
 
 import numpy as np
 
@@ -89,10 +90,15 @@ class Liveness:
             buffers.append(Buffer(value, size, birth, tuple(own)))
         return tuple(buffers)
 
-    @property
+    @functools.cached_property
     def peak(self) -> int:
         """The most bytes live at one moment."""
         return int(self.live.max(initial=0))
+
+    @functools.cached_property
+    def moments_at_peak(self) -> int:
+        """How often the peak is reached."""
+        return int(np.count_nonzero(self.live == self.peak))
 
     @property
     def peak_position(self) -> int:
@@ -116,7 +122,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
         raise ValueError("expected a graph whose values are all buffers, found elementwise ops: give fuse(graph).graph")
     ops, positions, end = _positions(graph, schedule)
     lives = _lives(graph, ops, positions, end)
-    _share_places(graph, lives, end)
+    _share_places(graph, lives)
     change = np.bincount(lives.birth, lives.size, minlength=end + 2)
     change -= np.bincount(lives.death + 1, lives.size, minlength=end + 2)
     live = np.cumsum(change.astype(np.int64))[: end + 1]
@@ -138,7 +144,8 @@ def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
     """The ops in order with their positions, and the position of the return."""
     lengths = np.array([len(run.ops) for run in schedule.runs], dtype=np.int64)
     recomputed = np.array([run.recomputed for run in schedule.runs], dtype=bool)
-    ops = np.fromiter((op for run in schedule.runs for op in run.ops), dtype=np.int64, count=int(lengths.sum()))
+    every = itertools.chain.from_iterable(run.ops for run in schedule.runs)
+    ops = np.fromiter(every, dtype=np.int64, count=int(lengths.sum()))
     first = ops[~np.repeat(recomputed, lengths)]
     if len(first) != len(graph.ops) or (np.bincount(first, minlength=len(graph.ops)) != 1).any():
         raise ValueError("expected every op in exactly one run that is not recomputed")
@@ -146,63 +153,68 @@ def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray
 
 
 def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Lives:
-    """When every buffer is made and read: events sorted by value and time, cut where a value is made."""
-    reads, makes, sizes = graph.reads, graph.makes, graph.size_array
-    read_value, read_at = reads.of(ops), np.repeat(positions, reads.counts[ops])
-    made_value, made_at = makes.of(ops), np.repeat(positions, makes.counts[ops])
+    """When every buffer is made and read: events in the order of time, sorted by value, cut where a value is made."""
+    events = graph.events
     given, returned = np.array(graph.inputs, dtype=np.int64), np.array(graph.outputs, dtype=np.int64)
-    value = np.concatenate([given, made_value, read_value, returned])
-    at = np.concatenate([np.zeros_like(given), made_at, read_at, np.full_like(returned, end)])
-    count = len(given) + len(made_value)
-    is_make = np.arange(len(value)) < count
-    # At one position reads come before what is made there; arguments come before all.
-    moment = 2 * at + is_make
-    moment[: len(given)] = -1
-    order = np.argsort(value * (2 * end + 3) + moment, kind="stable")
-    made = is_make[order]
+    value = np.concatenate([given, events.touched.of(ops), returned])
+    is_make = np.concatenate([np.ones(len(given), bool), events.makes.of(ops), np.zeros(len(returned), bool)])
+    at = np.zeros(len(value), dtype=np.int64)
+    at[len(given) : len(value) - len(returned)] = np.repeat(positions, events.touched.counts[ops])
+    at[len(value) - len(returned) :] = end
+    order = stable_order(value, len(graph.sizes))
+    made, by_value = is_make[order], value[order]
+    starts = np.flatnonzero(made)
     instance = np.cumsum(made) - 1
-    maker = order[made]  # the event that made each instance
-    early = (instance < 0) | (value[maker[instance]] != value[order]) if len(order) else made
+    maker = order[starts]  # the event that made each instance
+    early = (instance < 0) | (value[maker[instance]] != by_value) if len(starts) else ~made
     if early.any():
-        event = order[early][at[order[early]].argmin()]
+        event = order[early].min()
         raise ValueError(
             f"expected values to be made before they are read: value {value[event]} is read at position {at[event]}, "
             "too early"
         )
     # Buffers are numbered in the order in which they are made.
-    by_making = np.argsort(maker, kind="stable")
-    number = np.empty_like(by_making)
-    number[by_making] = np.arange(count)
-    last = np.append(np.flatnonzero(made)[1:], len(order))[:count] - 1  # the last event of each instance
-    read = ~made
-    counts = np.bincount(number[instance[read]], minlength=count)
-    by_buffer = np.argsort(number[instance[read]], kind="stable")
+    number = (np.cumsum(is_make) - 1)[maker]
+    last = np.append(starts[1:], len(order))[: len(starts)] - 1  # the last event of each instance
+    birth = at[is_make]
+    death = np.empty_like(birth)
+    death[number] = at[order[last]]
+    read = np.flatnonzero(~made)
+    reader = number[instance[read]]
+    by_buffer = stable_order(reader, len(birth))
+    counts = np.bincount(reader, minlength=len(birth))
+    values = value[is_make]
+    size = graph.size_array[values]
+    size[: len(given)] = 0
     return Lives(
-        value=value[:count],
-        size=np.concatenate([np.zeros(len(given), dtype=np.int64), sizes[made_value]]),
-        birth=at[:count],
-        death=np.maximum(at[order[last]][by_making], at[:count]),
+        value=values,
+        size=size,
+        birth=birth,
+        death=death,
         reads=at[order[read]][by_buffer],
         reads_start=np.concatenate([[0], np.cumsum(counts)]),
     )
 
 
-def _share_places(graph: Graph, lives: Lives, end: int) -> None:
+def _share_places(graph: Graph, lives: Lives) -> None:
     """Results cost nothing, but for those that are held, or that wait for the place of a donated argument."""
     last = np.full(len(graph.sizes), -1, dtype=np.int64)
     last[lives.value] = np.arange(len(lives))  # the last instance of each value
-    results = last[np.array([value for value in graph.outputs if value not in graph.held], dtype=np.int64)]
+    results = last[graph.results]
     results = results[results >= len(graph.inputs)]
-    if not len(results):
-        return
-    argument = np.full(len(graph.sizes), -1, dtype=np.int64)
-    argument[list(graph.inputs)] = np.arange(len(graph.inputs))
-    taken = np.full(len(graph.sizes), -1, dtype=np.int64)
-    for given, output in graph.aliases:
-        taken[output] = argument[given]
-    place = taken[lives.value[results]]
-    is_read = np.diff(lives.reads_start)[place] > 0
+    place = graph.places[lives.value[results]]
+    is_read = lives.reads_start[place + 1] > lives.reads_start[place]
     until = np.where((place >= 0) & is_read, lives.death[place], -1)
     waits = until > lives.birth[results]
     lives.size[results[~waits]] = 0
     lives.death[results[waits]] = until[waits]
+
+
+def stable_order(keys: np.ndarray, bound: int) -> np.ndarray:
+    """Indices that sort small integers, equal ones as they stand.
+
+    Args:
+        keys: from 0.
+        bound: that all keys are below. NumPy sorts integers of 16 bits by their digits, in a fraction of the time.
+    """
+    return np.argsort(keys.astype(np.uint16) if bound <= 1 << 16 else keys, kind="stable")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 from remat_opt.graph.graph import Graph
@@ -29,7 +30,7 @@ class Schedule:
     @property
     def order(self) -> tuple[int, ...]:
         """All ops as they run, repeats included."""
-        return tuple(op for run in self.runs for op in run.ops)
+        return tuple(itertools.chain.from_iterable(run.ops for run in self.runs))
 
     @property
     def recomputed(self) -> tuple[int, ...]:

@@ -38,15 +38,19 @@ def needed(graph: Graph, runs: Sequence[Run]) -> Schedule:
     first = next((at for at, run in enumerate(runs) if run.recomputed), len(runs))
     found: list[Run] = []
     for run in reversed(runs[first:]):
+        if not run.recomputed:
+            # What a first run makes was not there before it, and stands in no repeat before it.
+            live.update(*map(graph.operands.__getitem__, run.ops))
+            found.append(run)
+            continue
         ops: list[int] = []
         for index in reversed(run.ops):
             op = graph.ops[index]
-            if run.recomputed and live.isdisjoint(op.outputs):
-                continue
-            ops.append(index)
-            live.difference_update(op.outputs)
-            live.update(op.inputs)
-        found.append(Run(tuple(reversed(ops)), run.recomputed) if run.recomputed else run)
+            if not live.isdisjoint(op.outputs):
+                ops.append(index)
+                live.difference_update(op.outputs)
+                live.update(op.inputs)
+        found.append(Run(tuple(reversed(ops)), recomputed=True))
     return join_runs([*runs[:first], *reversed(found)])
 
 

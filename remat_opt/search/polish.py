@@ -76,7 +76,7 @@ def _promising_first(problem: Problem, solution: Solution) -> Iterator[list[Solu
 
 def _height(solution: Solution) -> tuple[int, int]:
     """The peak, and how often it is reached: of several peaks of one height each has to be lowered."""
-    return solution.peak, int((solution.liveness.live == solution.peak).sum())
+    return solution.peak, solution.liveness.moments_at_peak
 
 
 def _price(problem: Problem, solution: Solution) -> float:

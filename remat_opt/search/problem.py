@@ -11,7 +11,7 @@ import numpy as np
 
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.graph import Graph
-from remat_opt.graph.liveness import Liveness, simulate
+from remat_opt.graph.liveness import Liveness, simulate, stable_order
 from remat_opt.graph.schedule import Run, Schedule
 
 
@@ -81,20 +81,27 @@ def _first_repeat(schedule: Schedule) -> tuple[int, ...]:
 def _held_over(graph: Graph, schedule: Schedule, liveness: Liveness, turns: Sequence[int]) -> frozenset[int]:
     """Values that are held from where they are first made over a turning point; arguments and results are not named."""
     lives = liveness.lives
-    lengths = [(len(run.ops), run.recomputed) for run in schedule.runs]
-    positions: list[int] = []  # of each first run of an op
-    at = 0
-    for length, recomputed in lengths:
-        at += recomputed
-        positions += [] if recomputed else range(at, at + length)
-        at += length
-    _, first = np.unique(lives.value, return_index=True)
+    first = np.full(len(graph.sizes), -1, dtype=np.int64)
+    first[lives.value[::-1]] = np.arange(len(lives) - 1, -1, -1)  # the first buffer of each value
     first = first[first >= len(graph.inputs)]
     held = np.zeros(len(first), dtype=bool)
     for turn in turns:
-        position = positions[turn - 1] + 1 if turn else 0
+        position = _position(schedule, turn - 1) + 1 if turn else 0
         held |= (lives.birth[first] < position) & (lives.death[first] >= position)
     return frozenset(lives.value[first[held]].tolist()) - set(graph.outputs)
+
+
+def _position(schedule: Schedule, first: int) -> int:
+    """Where the op stands that is number `first` of those that run for the first time."""
+    at = 0
+    for run in schedule.runs:
+        if run.recomputed:
+            at += 1 + len(run.ops)
+        elif first < len(run.ops):
+            return at + first
+        else:
+            at, first = at + len(run.ops), first - len(run.ops)
+    raise IndexError(f"expected a position in the order of first runs, found one that is {first + 1} behind its end")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -126,7 +133,7 @@ class Occurrences:
         run = np.repeat(np.arange(len(lengths)), lengths)
         made = graph.makes.counts[op]
         value = liveness.lives.value
-        by_value = np.argsort(value, kind="stable")
+        by_value = stable_order(value, len(graph.sizes))
         previous = np.full(len(value), -1, dtype=np.int64)
         same = value[by_value][1:] == value[by_value][:-1]
         previous[by_value[1:][same]] = by_value[:-1][same]
