@@ -7,15 +7,12 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu import partial_products
 from remat_opt.compilers.model import compiled, peak_of, sharing_places, with_copies_of_donated
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import breadth_first, depth_first, greedy
-from remat_opt.graph.tiles import padded_bytes
-from remat_opt.program.images import images_of
 from remat_opt.program.inline import inline
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
@@ -217,61 +214,6 @@ def test_a_loop_updates_its_carry_in_place() -> None:
     graph = graph_of("cuda", fun, SIDE, SIDE)
     loop = next(op for op in graph.ops if op.name == "scan")
     assert [graph.sizes[value] for value in loop.outputs] == [0]
-
-
-def test_tiles_of_a_tpu() -> None:
-    assert padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
-    assert padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
-    assert padded_bytes((16, 1000), 2) == 16 * 1024 * 2
-    assert padded_bytes((3,), 4) == 512
-    assert padded_bytes((), 4) == 512
-    assert padded_bytes((0, 8), 4) == 0
-
-
-def test_what_lies_behind_a_barrier_is_the_image_that_lies_before_it() -> None:
-    def pooled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-        relu = jax.lax.optimization_barrier(jax.nn.relu(x) * 2)
-        return jax.lax.reduce_window(relu, -jnp.inf, jax.lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), jnp.sum(x, 3)
-
-    closed = jax.make_jaxpr(pooled)(jax.ShapeDtypeStruct((4, 8, 8, 3), jnp.float32))
-    program = inline(closed, with_barriers=True, keep_names=False)
-    shapes = [program.avals[value].shape for value in images_of(program)]
-    assert shapes.count((4, 4, 4, 3)) == 1  # what the pool makes
-    assert shapes.count((4, 8, 8, 3)) == sum(aval.shape == (4, 8, 8, 3) for aval in program.avals)
-    assert len(shapes) == 1 + shapes.count((4, 8, 8, 3))  # sums over the features are none
-
-
-def test_short_lives_are_spent_on_the_chip() -> None:
-    ops = (Op((), (0,)), Op((), (1,)), Op((1,), (2,)), Op((2,), (3,)), Op((0, 3), (4,)))
-    graph = Graph((10, 10, 10, 10, 0), ops, outputs=(4,), fused=True)
-    assert peak_of(graph) == 30
-    assert peak_of(tpu.on_chip(graph, capacity=20)) == 10
-    assert peak_of(tpu.on_chip(graph, capacity=30)) == 0
-
-
-def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
-    graph = Graph((10, 10, 10), (Op((0,), (2,)),), inputs=(0, 1), outputs=(2,), fused=True)
-    assert peak_of(tpu.on_chip(graph)) == tpu.TABLE
-
-
-def test_what_takes_a_donated_arguments_place_has_a_table_too() -> None:
-    ops = (Op((0,), (2,)), Op((1,), (3,)))
-    graph = Graph((10,) * 4, ops, inputs=(0, 1), outputs=(2, 3), aliases=((0, 2),), fused=True)
-    assert peak_of(tpu.on_chip(graph)) == 3 * tpu.TABLE
-
-
-def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:
-    def fun(x, y):
-        pooled = lax.cumsum(x)
-        return lax.dot(pooled, y), lax.dot(y, pooled)
-
-    def read_otherwise(x, y):
-        pooled = lax.cumsum(x)
-        return lax.dot(pooled, y), pooled.sum()
-
-    big = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)  # does not fit the chip
-    narrow, wide = (graph_of("tpu", one, big, big) for one in (fun, read_otherwise))
-    assert peak_of(wide) - peak_of(narrow) == pytest.approx(8192 * 8192 * 2, rel=0.01)
 
 
 def test_without_ops_nothing_lives() -> None:

@@ -74,6 +74,34 @@ def test_what_lives_at_once_lies_apart_and_as_low_as_it_may(lives: list[tuple[in
         assert int(offset[index]) in below | {0}
 
 
+@given(LIVES, st.randoms(), st.integers(0, 40))
+def test_what_finds_no_place_within_a_capacity_has_none(
+    lives: list[tuple[int, int, int]], random, capacity: int
+) -> None:
+    size, birth, length = (np.array(column, dtype=np.int64) for column in zip(*lives, strict=True))
+    chunks = Chunks(size, birth, birth + length)
+    order = list(range(len(lives)))
+    random.shuffle(order)
+    offset = places(chunks, np.array(order), capacity)
+    for position, index in enumerate(order):
+        beside = [
+            other
+            for other in order[:position]
+            if offset[other] >= 0 and birth[index] <= chunks.death[other] and birth[other] <= chunks.death[index]
+        ]
+
+        def free(low: int, index: int = index, beside: list[int] = beside) -> bool:
+            high = low + size[index]
+            return high <= capacity and all(
+                high <= offset[other] or offset[other] + size[other] <= low for other in beside
+            )
+
+        if offset[index] < 0:
+            assert not any(free(low) for low in range(capacity))
+        else:
+            assert free(int(offset[index]))
+
+
 def test_an_old_libtpu_reports_what_lies_idle_once_more() -> None:
     idle = LARGE + BETWEEN + OTHER - (ONE + OTHER + BETWEEN)
     assert allocated_by(IN_THE_WAY, "tpu", gaps_twice=True) == LARGE + BETWEEN + OTHER + idle

@@ -52,10 +52,10 @@ def compiled(
         graph = fuse_loops(unfused).graph
     elif isinstance(reader, GpuReader):
         graph = fuse_by_cost(unfused, reader.work, rates.bandwidth).graph
+    elif platform == "tpu":
+        graph = reader.in_tiles(fuse(reader.in_tiles(unfused, narrow=False), by_kernels=True).graph)
     else:
         graph = fuse(unfused, by_kernels=True).graph
-    if platform == "tpu":
-        graph = reader.in_tiles(graph)
     order = ordering.order_of(graph, platform, saving_memory)
     ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
     graph = sharing_places(ordered, with_direct_operands=platform in GPUS)

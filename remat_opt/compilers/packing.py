@@ -88,17 +88,29 @@ def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> Chunks
     return Chunks(size, time[:count], time[count:])
 
 
-def places(chunks: Chunks, order: np.ndarray) -> np.ndarray:
-    """The offset of each chunk, taken in some order, each in the smallest gap in which it fits."""
-    offset = np.zeros_like(chunks.size)
+def places(chunks: Chunks, order: np.ndarray, capacity: int | None = None) -> np.ndarray:
+    """The offset of each chunk, taken in some order, each in the smallest gap in which it fits.
+
+    Args:
+        chunks: what is to be placed.
+        order: indices of chunks.
+        capacity: bytes that there are; None for as many as are needed.
+
+    Returns:
+        Offsets; −1 for what finds no place within the capacity.
+    """
+    offset = np.full_like(chunks.size, -1)
     for count, index in enumerate(order):
         placed = order[:count]
-        beside = placed[(chunks.birth[placed] <= chunks.death[index]) & (chunks.birth[index] <= chunks.death[placed])]
+        together = (chunks.birth[placed] <= chunks.death[index]) & (chunks.birth[index] <= chunks.death[placed])
+        beside = placed[together & (offset[placed] >= 0)]
         beside = beside[np.argsort(offset[beside], kind="stable")]
         ends = np.maximum.accumulate(np.concatenate([[0], offset[beside] + chunks.size[beside]]))
         gaps = offset[beside] - ends[:-1]
         fitting = np.flatnonzero(gaps >= chunks.size[index])
-        offset[index] = ends[fitting[gaps[fitting].argmin()]] if len(fitting) else ends[-1]
+        found = ends[fitting[gaps[fitting].argmin()]] if len(fitting) else ends[-1]
+        if capacity is None or found + chunks.size[index] <= capacity:
+            offset[index] = found
     return offset
 
 

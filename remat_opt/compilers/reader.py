@@ -33,6 +33,9 @@ from remat_opt.program.images import images_of
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import CONTRACTION, REDUCTION
 
+# A TPU's compiler writes a concatenation of up to four arrays as the maximum of padded ones, which is elementwise.
+MOST_JOINED = 4
+
 
 class Reader:
     """Equations as the ops of a compiler."""
@@ -145,7 +148,28 @@ class Reader:
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
+        elif platform == "tpu" and equation.primitive is P.concatenate_p:
+            op = self.joined(equation, op)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def joined(self, equation: Equation, op: Op) -> Op:
+        """A concatenation on a TPU: of all that concatenations among its operands are of."""
+        pieces = self.pieces_of(equation)
+        kind = Kind.OPAQUE if len(pieces) > MOST_JOINED else op.kind
+        return dataclasses.replace(op, inputs=self.behind(pieces), kind=kind, workspace=0)
+
+    def pieces_of(self, equation: Equation) -> list[int]:
+        """What a concatenation puts side by side, with that of concatenations among it along the same dimension."""
+        found: list[int] = []
+        for x in equation.inputs:
+            if isinstance(x, Constant) or x in self.constants:
+                continue
+            maker = self.producer.get(x)
+            if maker is not None and maker.primitive is P.concatenate_p and maker.params == equation.params:
+                found += self.pieces_of(maker)
+            else:
+                found.append(x)
+        return found
 
     def accumulated(self) -> frozenset[int]:
         """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""
@@ -166,15 +190,20 @@ class Reader:
         readers = self.readers.get(value, [])
         return len(readers) == len(users) and all(multiplies_only(equation, value) for equation in readers)
 
-    def in_tiles(self, graph: Graph) -> Graph:
-        """The graph with sizes as a TPU stores them."""
+    def in_tiles(self, graph: Graph, *, narrow: bool = True) -> Graph:
+        """The graph with sizes as a TPU stores them.
+
+        Args:
+            graph: of ops or of kernels.
+            narrow: whether what only products read takes two bytes an element: not before the kernels are known.
+        """
         images = images_of(self.program)
         sizes = list(graph.sizes)
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:
                 continue
             item = compat.item_bytes(aval.dtype)
-            if aval.dtype == jnp.float32 and self.is_only_multiplied(graph, value):
+            if narrow and aval.dtype == jnp.float32 and self.is_only_multiplied(graph, value):
                 item = 2
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images)
         return dataclasses.replace(graph, sizes=tuple(sizes))

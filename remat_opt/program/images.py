@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import collections
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Program
+from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE, named
 
 POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
@@ -18,24 +19,44 @@ _OF_IMAGES = POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
 
 def images_of(program: Program) -> frozenset[int]:
     """Values that convolutions and pooling make or read: arrays of (batch, space, features). What elementwise work and
-    barriers make of such an array lies in memory as it does."""
-    found = {
-        x
-        for equation in program.equations
-        if equation.primitive in _OF_IMAGES
-        for x in (*equation.inputs, *equation.outputs)
-        if isinstance(x, int) and len(program.avals[x].shape) > 2
-    }
+    barriers make of such an array lies in memory as it does. Filters and their gradients are none."""
+    images: set[int] = set()
+    filters: set[int] = set()
+    for equation in program.equations:
+        if equation.primitive not in _OF_IMAGES:
+            continue
+        made_of = {x for x in (*equation.inputs, *equation.outputs) if isinstance(x, int)}
+        if equation.primitive is P.conv_general_dilated_p:
+            filters |= made_of & {_filter_of(equation, program)}
+        images |= {x for x in made_of if len(program.avals[x].shape) > 2}
     alike = collections.defaultdict(list)
     for one, other in _stored_alike(program):
         alike[one].append(other)
         alike[other].append(one)
-    reached = list(found)
+    return _reached(images - _reached(filters, alike), alike)
+
+
+def _reached(found: set[int], alike: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """Values, and all that are stored as they are."""
+    found, reached = set(found), list(found)
     while reached:
-        new = set(alike[reached.pop()]) - found
+        new = {value for value in alike.get(reached.pop(), ()) if value not in found}
         found |= new
         reached += new
     return frozenset(found)
+
+
+def _filter_of(equation: Equation, program: Program) -> int | Constant:
+    """Which of a convolution's arrays is the filter, or the filter's gradient: the smaller one in space of its second
+    operand and its result."""
+    numbers = equation.params["dimension_numbers"]
+    second, result = equation.inputs[1], equation.outputs[0]
+    shapes = [x.aval.shape if isinstance(x, Constant) else program.avals[x].shape for x in (second, result)]
+    window, image = (
+        math.prod(shape[at] for at in spec[2:])
+        for shape, spec in zip(shapes, (numbers.rhs_spec, numbers.out_spec), strict=True)
+    )
+    return second if window <= image else result
 
 
 def _stored_alike(program: Program) -> Iterator[tuple[int, int]]:

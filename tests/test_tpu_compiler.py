@@ -1,0 +1,168 @@
+"""What is expected of a TPU's compiler: tiles, whole buffers on the chip, tables of addresses, concatenations."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers import tpu
+from remat_opt.compilers.model import compiled, peak_of
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.tiles import padded_bytes
+from remat_opt.program.images import images_of
+from remat_opt.program.inline import Program, inline
+
+RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
+MIB = 2**20
+
+
+def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
+    return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
+    return compiled(program_of(fun, *avals), RATES, platform="tpu")
+
+
+def test_tiles_of_a_tpu() -> None:
+    assert padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
+    assert padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
+    assert padded_bytes((16, 1000), 2) == 16 * 1024 * 2
+    assert padded_bytes((3,), 4) == 512
+    assert padded_bytes((), 4) == 512
+    assert padded_bytes((0, 8), 4) == 0
+
+
+def test_what_lies_behind_a_barrier_is_the_image_that_lies_before_it() -> None:
+    def pooled(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        relu = lax.optimization_barrier(jax.nn.relu(x) * 2)
+        return lax.reduce_window(relu, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID"), jnp.sum(x, 3)
+
+    program = program_of(pooled, jax.ShapeDtypeStruct((4, 8, 8, 3), jnp.float32))
+    shapes = [program.avals[value].shape for value in images_of(program)]
+    assert shapes.count((4, 4, 4, 3)) == 1  # what the pool makes
+    assert shapes.count((4, 8, 8, 3)) == sum(aval.shape == (4, 8, 8, 3) for aval in program.avals)
+    assert len(shapes) == 1 + shapes.count((4, 8, 8, 3))  # sums over the features are none
+
+
+def test_a_filter_and_its_gradient_are_no_images() -> None:
+    def gradient(x: jax.Array, filters: jax.Array) -> jax.Array:
+        def loss(filters: jax.Array) -> jax.Array:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return lax.conv_general_dilated(x, filters, (1, 1), "SAME", dimension_numbers=numbers).sum()
+
+        return filters - jax.grad(loss)(filters)
+
+    x, filters = jax.ShapeDtypeStruct((4, 8, 8, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3, 3, 5), jnp.float32)
+    program = program_of(gradient, x, filters)
+    found = {program.avals[value].shape for value in images_of(program)}
+    assert (4, 8, 8, 3) in found
+    assert (4, 8, 8, 5) in found
+    assert not any(program.avals[value].size == 3 * 3 * 3 * 5 for value in images_of(program))
+
+
+def joined(pieces: int, *, behind_a_barrier: bool = False) -> tuple[Op, ...]:
+    """The concatenations of a block that adds one piece after the other."""
+
+    def block(x: jax.Array) -> jax.Array:
+        whole = lax.cumsum(x)
+        for _ in range(pieces - 1):
+            whole = jnp.concatenate([whole, lax.cumsum(whole)[:, :128]], 1)
+            if behind_a_barrier:
+                whole = lax.optimization_barrier(whole)
+        return lax.cumsum(whole)
+
+    graph = graph_of(block, jax.ShapeDtypeStruct((8, 128), jnp.float32))
+    return tuple(op for op in graph.ops if op.name == "concatenate")
+
+
+def test_a_concatenation_is_one_of_all_pieces() -> None:
+    assert [len(op.inputs) for op in joined(6)] == [2, 3, 4, 5, 6]
+    assert {len(op.inputs) for op in joined(6, behind_a_barrier=True)} == {2, 3}  # with the barrier's token
+
+
+def test_one_of_many_pieces_is_a_kernel_of_its_own() -> None:
+    assert [op.kind for op in joined(6)] == [Kind.ELEMENTWISE] * 3 + [Kind.OPAQUE] * 2
+
+
+@pytest.mark.parametrize(("features", "stored"), [(4, 1), (8, 0)])
+def test_what_is_dear_to_fuse_is_dear_in_tiles(features: int, stored: int) -> None:
+    # Two arrays of 4 features take tiles of 8 each, and so does what they are put together to.
+    def block(x: jax.Array, weights: list[jax.Array]) -> list[jax.Array]:
+        whole = jnp.concatenate([lax.cumsum(x), lax.cumsum(x, reverse=True)], 1)
+        return [whole @ weight for weight in weights]
+
+    weights = [jax.ShapeDtypeStruct((2 * features, 256), jnp.float32)] * 4
+    graph = graph_of(block, jax.ShapeDtypeStruct((1000, features), jnp.float32), weights)
+    assert sum(op.name == "concatenate" for op in graph.ops) == stored
+
+
+def test_a_buffer_lies_in_one_gap_on_the_chip() -> None:
+    # When value 2 comes, 20 bytes are free, 10 below value 1 and 10 above it.
+    ops = (
+        Op((), (0,)),
+        Op((0,), (1,)),
+        Op((), ()),
+        Op((), (2,)),
+        Op((1,), ()),
+        Op((2,), ()),
+        Op((), ()),
+        Op((2,), (3,)),
+    )
+    graph = Graph((10, 10, 20, 0), ops, outputs=(3,), fused=True)
+    assert peak_of(tpu.on_chip(graph, capacity=30)) == 20
+    assert peak_of(tpu.on_chip(graph, capacity=40)) == 0
+
+
+@pytest.mark.parametrize(
+    ("between", "tables"),
+    [(1, 0), (3, 1 + tpu.TABLES_OF_SLICES)],  # it stays on the chip; it is copied out and fetched again
+)
+def test_a_large_buffer_is_fetched_in_slices_and_stays_for_the_next_reader(between: int, tables: int) -> None:
+    ops = (Op((), (0,)), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), ()), Op((0,), (2,)))
+    graph = Graph((2 * MIB, between * MIB, 0), ops, outputs=(2,), fused=True)
+    waiting = 2 * MIB if tables else 0
+    assert peak_of(tpu.on_chip(graph, capacity=4 * MIB)) == waiting + tables * tpu.TABLE
+
+
+def test_a_large_argument_is_fetched_in_slices_for_each_reader_that_it_cannot_stay_for() -> None:
+    ops = (Op((0,), ()), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), (2,)))
+    graph = Graph((2 * MIB, 3 * MIB, 0), ops, inputs=(0,), outputs=(2,), fused=True)
+    assert peak_of(tpu.on_chip(graph, capacity=4 * MIB)) == 2 * tpu.TABLES_OF_SLICES * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, capacity=MIB)) == 3 * MIB  # it is read where it lies
+
+
+def test_short_lives_are_spent_on_the_chip() -> None:
+    ops = (Op((), (0,)), Op((), (1,)), Op((1,), (2,)), Op((2,), (3,)), Op((0, 3), (4,)))
+    graph = Graph((10, 10, 10, 10, 0), ops, outputs=(4,), fused=True)
+    assert peak_of(graph) == 30
+    assert peak_of(tpu.on_chip(graph, capacity=20)) == 10
+    assert peak_of(tpu.on_chip(graph, capacity=30)) == 0
+
+
+def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
+    graph = Graph((10, 10, 10), (Op((0,), (2,)),), inputs=(0, 1), outputs=(2,), fused=True)
+    assert peak_of(tpu.on_chip(graph)) == tpu.TABLE
+
+
+def test_what_takes_a_donated_arguments_place_has_a_table_too() -> None:
+    ops = (Op((0,), (2,)), Op((1,), (3,)))
+    graph = Graph((10,) * 4, ops, inputs=(0, 1), outputs=(2, 3), aliases=((0, 2),), fused=True)
+    assert peak_of(tpu.on_chip(graph)) == 3 * tpu.TABLE
+
+
+def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:
+    def fun(x, y):
+        pooled = lax.cumsum(x)
+        return lax.dot(pooled, y), lax.dot(y, pooled)
+
+    def read_otherwise(x, y):
+        pooled = lax.cumsum(x)
+        return lax.dot(pooled, y), pooled.sum()
+
+    big = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)  # does not fit the chip
+    narrow, wide = (graph_of(one, big, big) for one in (fun, read_otherwise))
+    assert peak_of(wide) - peak_of(narrow) == pytest.approx(8192 * 8192 * 2, rel=0.01)
