@@ -120,7 +120,7 @@ def _tables_of_copies(graph: Graph, lives: Lives, kept: np.ndarray, capacity: in
     waiting = np.setdiff1d(np.flatnonzero((sizes > 0) & (sizes <= capacity)), kept)
     tables = 0
     for index in waiting[np.argsort(sizes[waiting], kind="stable")].tolist():
-        size, free_from = sizes[index], 0
+        size, free_from = int(sizes[index]), 0
         reads = np.unique(lives.reads[lives.reads_start[index] : lives.reads_start[index + 1]]).tolist()
         if index >= arguments and room[lives.birth[index]] >= size:
             tables += 1
