@@ -1,5 +1,6 @@
 """What is expected of a TPU's compiler: tiles, whole buffers on the chip, tables of addresses, concatenations."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -100,21 +101,19 @@ def test_what_is_dear_to_fuse_is_dear_in_tiles(features: int, stored: int) -> No
     assert sum(op.name == "concatenate" for op in graph.ops) == stored
 
 
+def running(*ops: Op) -> tuple[Op, ...]:
+    """Ops of half a microsecond each."""
+    return tuple(dataclasses.replace(op, seconds=5e-7) for op in ops)
+
+
 def test_a_buffer_lies_in_one_gap_on_the_chip() -> None:
     # When value 2 comes, 20 bytes are free, 10 below value 1 and 10 above it.
-    ops = (
-        Op((), (0,)),
-        Op((0,), (1,)),
-        Op((), ()),
-        Op((), (2,)),
-        Op((1,), ()),
-        Op((2,), ()),
-        Op((), ()),
-        Op((2,), (3,)),
-    )
-    graph = Graph((10, 10, 20, 0), ops, outputs=(3,), fused=True)
-    assert peak_of(tpu.on_chip(graph, capacity=30)) == 20
-    assert peak_of(tpu.on_chip(graph, capacity=40)) == 0
+    makes = (Op((), (0,)), Op((0,), (1,)), Op((), ()), Op((), (2,)))
+    reads = (Op((1,), ()), Op((2,), ()), Op((), ()), Op((2,), (3,)))
+    graph = Graph((10, 10, 20, 0), running(*makes, *reads), outputs=(3,), fused=True)
+    copied_out = tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=30)) == 20 + copied_out
+    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=40)) == 0
 
 
 @pytest.mark.parametrize(
@@ -122,36 +121,61 @@ def test_a_buffer_lies_in_one_gap_on_the_chip() -> None:
     [(1, 0), (3, 1 + tpu.TABLES_OF_SLICES)],  # it stays on the chip; it is copied out and fetched again
 )
 def test_a_large_buffer_is_fetched_in_slices_and_stays_for_the_next_reader(between: int, tables: int) -> None:
-    ops = (Op((), (0,)), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), ()), Op((0,), (2,)))
+    ops = running(Op((), (0,)), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), ()), Op((0,), (2,)))
     graph = Graph((2 * MIB, between * MIB, 0), ops, outputs=(2,), fused=True)
     waiting = 2 * MIB if tables else 0
-    assert peak_of(tpu.on_chip(graph, capacity=4 * MIB)) == waiting + tables * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e13, capacity=4 * MIB)) == waiting + tables * tpu.TABLE
 
 
 def test_a_large_argument_is_fetched_in_slices_for_each_reader_that_it_cannot_stay_for() -> None:
-    ops = (Op((0,), ()), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), (2,)))
+    ops = running(Op((), ()), Op((0,), ()), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), (2,)))
     graph = Graph((2 * MIB, 3 * MIB, 0), ops, inputs=(0,), outputs=(2,), fused=True)
-    assert peak_of(tpu.on_chip(graph, capacity=4 * MIB)) == 2 * tpu.TABLES_OF_SLICES * tpu.TABLE
-    assert peak_of(tpu.on_chip(graph, capacity=MIB)) == 3 * MIB  # it is read where it lies
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e13, capacity=4 * MIB)) == 2 * tpu.TABLES_OF_SLICES * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e13, capacity=MIB)) == 3 * MIB  # it is read where it lies
+
+
+@pytest.mark.parametrize(("bandwidth", "fetched"), [(5e12, 1), (3e12, 0)])
+def test_a_copy_takes_its_time_and_room_for_it(bandwidth: float, fetched: int) -> None:
+    # Of 2 MiB in half a microsecond, while nothing else is there, or in more, while something is.
+    ops = running(Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), (2,)))
+    graph = Graph((2 * MIB, 3 * MIB, 0), ops, inputs=(0,), outputs=(2,), fused=True)
+    tables = fetched * tpu.TABLES_OF_SLICES
+    assert peak_of(tpu.on_chip(graph, bandwidth=bandwidth, capacity=4 * MIB)) == tables * tpu.TABLE
+
+
+@pytest.mark.parametrize(("seconds", "waiting"), [(6.9e-6, 0), (7.1e-6, 1)])
+def test_what_nobody_reads_for_long_is_sent_away(seconds: float, waiting: int) -> None:
+    # All of a chip of 1 MB can be copied seven times in 7 µs.
+    ops = (Op((), (0,), seconds=1.0), Op((), (), seconds=seconds), Op((0,), (1,), seconds=1.0))
+    graph = Graph((10, 0), ops, outputs=(1,), fused=True)
+    tables = 2 * waiting  # it is copied out and fetched
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e12, capacity=10**6)) == waiting * 10 + tables * tpu.TABLE
+
+
+def test_a_buffer_waits_from_when_it_is_made() -> None:
+    ops = (Op((), (0,)), Op((0,), ()), Op((), (), seconds=1.0), Op((), (1,)), Op((1,), (2,)))
+    graph = Graph((10, 10, 0), ops, outputs=(2,), fused=True)
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e12, capacity=10**6)) == 0
 
 
 def test_short_lives_are_spent_on_the_chip() -> None:
-    ops = (Op((), (0,)), Op((), (1,)), Op((1,), (2,)), Op((2,), (3,)), Op((0, 3), (4,)))
+    ops = running(Op((), (0,)), Op((), (1,)), Op((1,), (2,)), Op((2,), (3,)), Op((0, 3), (4,)))
     graph = Graph((10, 10, 10, 10, 0), ops, outputs=(4,), fused=True)
     assert peak_of(graph) == 30
-    assert peak_of(tpu.on_chip(graph, capacity=20)) == 10
-    assert peak_of(tpu.on_chip(graph, capacity=30)) == 0
+    copied_out = tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=20)) == 10 + copied_out
+    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=30)) == 0
 
 
 def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
     graph = Graph((10, 10, 10), (Op((0,), (2,)),), inputs=(0, 1), outputs=(2,), fused=True)
-    assert peak_of(tpu.on_chip(graph)) == tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e12)) == tpu.TABLE
 
 
 def test_what_takes_a_donated_arguments_place_has_a_table_too() -> None:
     ops = (Op((0,), (2,)), Op((1,), (3,)))
     graph = Graph((10,) * 4, ops, inputs=(0, 1), outputs=(2, 3), aliases=((0, 2),), fused=True)
-    assert peak_of(tpu.on_chip(graph)) == 3 * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e12)) == 3 * tpu.TABLE
 
 
 def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:

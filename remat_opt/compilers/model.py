@@ -59,7 +59,9 @@ def compiled(
     order = ordering.order_of(graph, platform, saving_memory)
     ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
     graph = sharing_places(ordered, with_direct_operands=platform in GPUS)
-    return tpu.on_chip(graph, reader.accumulated()) if platform == "tpu" and graph.ops else graph
+    if platform == "tpu" and graph.ops:
+        return tpu.on_chip(graph, reader.accumulated(), bandwidth=rates.bandwidth)
+    return graph
 
 
 def peak_of(graph: Graph) -> int:

@@ -3,8 +3,8 @@
 1. Arrays are stored in tiles (`graph/tiles.py`).
 2. The matrix units multiply bfloat16. A float32 value that only products read is stored as bfloat16.
 3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers, those first that take the
-   least room for the shortest time, each in one gap for all of its life. What is there is no temporary memory of the
-   device.
+   least room for the shortest time, each in one gap for all of its life, but for those that nobody reads for long. What
+   is there is no temporary memory of the device.
 4. Each instruction with several results has a table of their addresses in the device's memory, and so has each copy to
    or from the chip; a large buffer is fetched in slices with tables of their own. What takes a donated argument's place
    is made on the chip, as the argument was copied there, and copied to its place.
@@ -28,24 +28,33 @@ TABLE = 16 * 2**10
 # A copy of a mebibyte and more is made in four slices, and each of them has two tables.
 SLICED_FROM = 2**20
 TABLES_OF_SLICES = 8
+# A buffer that nobody reads for longer than all that is on the chip could be copied so many times is sent away (XLA's
+# `max_overlap_to_mem_size_async_copy_ratio`, which is 8 of its own estimates of kernels' times; these are longer than
+# the roofline's: in dumps of WideResNet-28-2 and DenseNet-121 what waits for 0.85 ms of ours stays, for 1.07 does not).
+COPIES_UNREAD = 7
 
 
-def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), capacity: int = ON_CHIP) -> Graph:
+def on_chip(
+    graph: Graph, accumulated: frozenset[int] = frozenset(), *, bandwidth: float, capacity: int = ON_CHIP
+) -> Graph:
     """The graph without the buffers that fit on the chip, and with the tables.
 
     Args:
         graph: kernels in the order in which they run.
         accumulated: results of reductions that are summed up from tile to tile.
+        bandwidth: bytes/s of the device's memory.
         capacity: bytes on the chip.
     """
     lives = simulate(graph, save_everything(graph)).lives
+    clock = _Clock(graph, capacity, bandwidth)
     cost = lives.size * (lives.death - lives.birth + 1)
     cost[: len(graph.inputs)] = 0  # arguments lie in the device's memory
+    cost[clock.longest_unread(lives) > clock.patience] = 0
     order = np.argsort(cost, kind="stable")
     order = order[cost[order] > 0]
     offsets = places(Chunks(lives.size, lives.birth, lives.death), order, capacity)
     kept = order[offsets[order] >= 0]
-    tables = _tables(graph, accumulated) + _tables_of_fetches(graph, lives, kept, capacity)
+    tables = _tables(graph, accumulated) + _tables_of_copies(graph, lives, kept, capacity, clock)
     sizes = list(graph.sizes)
     for value in lives.value[kept].tolist():
         sizes[value] = 0
@@ -55,15 +64,52 @@ def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), capacity: i
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *graph.ops, last))
 
 
-def _tables_of_fetches(graph: Graph, lives: Lives, kept: np.ndarray, capacity: int) -> int:
-    """Tables of the copies of large buffers that wait in the device's memory: each is fetched in slices for the kernel
-    that reads it, and stays for the next one, where there is room. What is made on the chip is copied out once.
+class _Clock:
+    """When kernels run, by the roofline."""
+
+    def __init__(self, graph: Graph, capacity: int, bandwidth: float):
+        """
+        Args:
+            graph: kernels in the order in which they run.
+            capacity: bytes on the chip.
+            bandwidth: bytes/s of the device's memory.
+        """
+        self.bandwidth = bandwidth
+        self.patience = COPIES_UNREAD * capacity / bandwidth  # seconds
+        self.begins = np.cumsum([0.0, *(op.seconds for op in graph.ops), 0.0])
+
+    def begin_of_copy(self, size: int, read: int) -> int:
+        """The kernel beside which a copy has to begin to be there when another one begins, or the first one."""
+        latest = self.begins[read] - size / self.bandwidth
+        return max(min(int(np.searchsorted(self.begins, latest, side="right")), read) - 1, 0)
+
+    def between(self, one: int | np.ndarray, other: int | np.ndarray) -> np.ndarray:
+        """Seconds from the end of one kernel to the beginning of another."""
+        return self.begins[other] - self.begins[np.minimum(one + 1, other)]
+
+    def longest_unread(self, lives: Lives) -> np.ndarray:
+        """For each buffer the seconds for which it waits longest for a reader."""
+        longest = np.zeros(len(lives))
+        reader = np.repeat(np.arange(len(lives)), np.diff(lives.reads_start))
+        before = np.concatenate([[0], lives.reads[:-1]])
+        first = np.zeros(len(reader), dtype=bool)
+        first[lives.reads_start[:-1][np.diff(lives.reads_start) > 0]] = True
+        before = np.where(first, lives.birth[reader], before)
+        np.maximum.at(longest, reader, self.between(before, lives.reads))
+        return longest
+
+
+def _tables_of_copies(graph: Graph, lives: Lives, kept: np.ndarray, capacity: int, clock: _Clock) -> int:
+    """Tables of the copies of what waits in the device's memory, arguments too: each is fetched for the kernel that
+    reads it, a large one in slices, and stays for the next one, where there is room and that comes soon. What is made
+    on the chip is copied out once.
 
     Args:
         graph: kernels in the order in which they run.
         lives: of all buffers.
         kept: indices of those that are on the chip for all of their lives.
         capacity: bytes on the chip.
+        clock: when the kernels run.
     """
     sizes, arguments = lives.size.copy(), len(graph.inputs)
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # which are no temporary memory, but are fetched
@@ -71,10 +117,10 @@ def _tables_of_fetches(graph: Graph, lives: Lives, kept: np.ndarray, capacity: i
     np.add.at(change, lives.birth[kept], lives.size[kept])
     np.add.at(change, lives.death[kept] + 1, -lives.size[kept])
     room = capacity - np.cumsum(change)
-    waiting = np.setdiff1d(np.flatnonzero((sizes >= SLICED_FROM) & (sizes <= capacity)), kept)
+    waiting = np.setdiff1d(np.flatnonzero((sizes > 0) & (sizes <= capacity)), kept)
     tables = 0
     for index in waiting[np.argsort(sizes[waiting], kind="stable")].tolist():
-        size, free_from = sizes[index], 0
+        size, free_from = int(sizes[index]), 0
         reads = np.unique(lives.reads[lives.reads_start[index] : lives.reads_start[index + 1]]).tolist()
         if index >= arguments and room[lives.birth[index]] >= size:
             tables += 1
@@ -82,10 +128,11 @@ def _tables_of_fetches(graph: Graph, lives: Lives, kept: np.ndarray, capacity: i
             room[free_from - 1] -= size
         is_there = free_from > 0
         for read in reads:
-            if not is_there or room[free_from : read + 1].min(initial=capacity) < size:
-                free_from = max(read - 1, free_from)  # it comes while the kernel before runs
+            stays = is_there and clock.between(free_from - 1, read) <= clock.patience
+            if not stays or room[free_from : read + 1].min(initial=capacity) < size:
+                free_from = max(clock.begin_of_copy(size, read), free_from)
                 is_there = room[free_from : read + 1].min(initial=capacity) >= size
-                tables += is_there * TABLES_OF_SLICES
+                tables += is_there * (TABLES_OF_SLICES if size >= SLICED_FROM else 1)
             if is_there:
                 room[free_from : read + 1] -= size
                 free_from = read + 1
@@ -93,11 +140,10 @@ def _tables_of_fetches(graph: Graph, lives: Lives, kept: np.ndarray, capacity: i
 
 
 def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
-    """Copies of arguments to the chip, copies of what takes their place from it, updates of several arrays by one
+    """Copies of what takes an argument's place from the chip, updates of several arrays by one
     gradient, and reductions that the kernel does beside another result (what is reduced once more is done with the
     first)."""
-    copied = sum(bool(graph.users[value]) and graph.sizes[value] < SLICED_FROM for value in graph.inputs)
-    copied += sum(graph.producer[value] >= 0 for _, value in graph.aliases)
+    copied = sum(graph.producer[value] >= 0 for _, value in graph.aliases)
     outputs = set(graph.outputs)
     gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
     reduced = 0
