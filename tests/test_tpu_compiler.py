@@ -65,6 +65,14 @@ def test_a_filter_and_its_gradient_are_no_images() -> None:
     assert not any(program.avals[value].size == 3 * 3 * 3 * 5 for value in images_of(program))
 
 
+def test_arguments_come_as_they_pad_least() -> None:
+    def pooled(x: jax.Array) -> jax.Array:
+        return lax.reduce_window(x * 2, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+    graph = graph_of(pooled, jax.ShapeDtypeStruct((8, 48, 48, 1), jnp.float32))
+    assert graph.sizes[graph.inputs[0]] == 8 * 48 * 128 * 4  # the rows in the lanes
+
+
 def joined(pieces: int, *, behind_a_barrier: bool = False) -> tuple[Op, ...]:
     """The concatenations of a block that adds one piece after the other."""
 
@@ -168,12 +176,20 @@ def test_short_lives_are_spent_on_the_chip() -> None:
 
 
 def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
-    graph = Graph((10, 10, 10), (Op((0,), (2,)),), inputs=(0, 1), outputs=(2,), fused=True)
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e12)) == tpu.TABLE
+    ops = running(Op((), ()), Op((0,), (3,)), Op((2,), (4,)))
+    graph = Graph((10,) * 5, ops, inputs=(0, 1, 2), outputs=(3, 4), fused=True)
+    assert peak_of(tpu.on_chip(graph, bandwidth=1e12)) == 2 * tpu.TABLE
+
+
+def test_what_has_no_time_to_come_is_read_where_it_lies() -> None:
+    ops = running(Op((0,), ()), Op((1,), (2,)))
+    for size, tables in ((MIB // 2, 1), (MIB - 1, 0)):  # of half a microsecond
+        graph = Graph((10, size, 0), ops, inputs=(0, 1), outputs=(2,), fused=True)
+        assert peak_of(tpu.on_chip(graph, bandwidth=1.2e12, capacity=4 * MIB)) == tables * tpu.TABLE
 
 
 def test_what_takes_a_donated_arguments_place_has_a_table_too() -> None:
-    ops = (Op((0,), (2,)), Op((1,), (3,)))
+    ops = running(Op((), ()), Op((0,), (2,)), Op((1,), (3,)))
     graph = Graph((10,) * 4, ops, inputs=(0, 1), outputs=(2, 3), aliases=((0, 2),), fused=True)
     assert peak_of(tpu.on_chip(graph, bandwidth=1e12)) == 3 * tpu.TABLE
 

@@ -197,7 +197,7 @@ class Reader:
             graph: of ops or of kernels.
             narrow: whether what only products read takes two bytes an element: not before the kernels are known.
         """
-        images = images_of(self.program)
+        images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
         sizes = list(graph.sizes)
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:

@@ -79,9 +79,9 @@ class _Clock:
         self.begins = np.cumsum([0.0, *(op.seconds for op in graph.ops), 0.0])
 
     def begin_of_copy(self, size: int, read: int) -> int:
-        """The kernel beside which a copy has to begin to be there when another one begins, or the first one."""
+        """The last kernel with which a copy may begin that another one reads; -1 where there is no time for it."""
         latest = self.begins[read] - size / self.bandwidth
-        return max(min(int(np.searchsorted(self.begins, latest, side="right")), read) - 1, 0)
+        return min(int(np.searchsorted(self.begins, latest, side="right")), read) - 1
 
     def between(self, one: int | np.ndarray, other: int | np.ndarray) -> np.ndarray:
         """Seconds from the end of one kernel to the beginning of another."""
@@ -130,8 +130,9 @@ def _tables_of_copies(graph: Graph, lives: Lives, kept: np.ndarray, capacity: in
         for read in reads:
             stays = is_there and clock.between(free_from - 1, read) <= clock.patience
             if not stays or room[free_from : read + 1].min(initial=capacity) < size:
-                free_from = max(clock.begin_of_copy(size, read), free_from)
-                is_there = room[free_from : read + 1].min(initial=capacity) >= size
+                begin = clock.begin_of_copy(size, read)
+                free_from = max(begin, free_from)
+                is_there = begin >= 0 and room[free_from : read + 1].min(initial=capacity) >= size
                 tables += is_there * (TABLES_OF_SLICES if size >= SLICED_FROM else 1)
             if is_there:
                 room[free_from : read + 1] -= size
