@@ -10,6 +10,7 @@ from jax import lax
 
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import compiled, peak_of
+from remat_opt.compilers.reader import Reader
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import padded_bytes
@@ -71,6 +72,27 @@ def test_arguments_come_as_they_pad_least() -> None:
 
     graph = graph_of(pooled, jax.ShapeDtypeStruct((8, 48, 48, 1), jnp.float32))
     assert graph.sizes[graph.inputs[0]] == 8 * 48 * 128 * 4  # the rows in the lanes
+
+
+@pytest.mark.parametrize(("features", "lanes"), [(36, (128, 144)), (128, (256, 64))])
+def test_images_lie_as_the_pieces_that_they_are_joined_of(features: int, lanes: tuple[int, int]) -> None:
+    # A batch of 64 lies in the lanes beside 36 features, which pads less, and stays there beside 144.
+    def block(x: jax.Array, y: jax.Array, filters: jax.Array) -> tuple[jax.Array, jax.Array]:
+        pieces = [lax.cumsum(array, 1) for array in (x, y)]
+        whole = jnp.concatenate(pieces, -1) if features == 128 else jnp.concatenate([*pieces, *pieces], -1)
+        behind = lax.optimization_barrier(jax.nn.relu(whole))
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return behind, behind + lax.conv_general_dilated(behind, filters, (1, 1), "SAME", dimension_numbers=numbers)
+
+    total = {36: 144, 128: 256}[features]
+    image = jax.ShapeDtypeStruct((64, 8, 8, features), jnp.float32)
+    program = program_of(block, image, image, jax.ShapeDtypeStruct((1, 1, total, total), jnp.float32))
+    reader = Reader(program, RATES, "tpu")
+    sizes = reader.in_tiles(reader.read(())).sizes
+    by_primitive = {e.primitive.name: sizes[e.outputs[0]] for e in program.equations}
+    assert by_primitive["concatenate"] == 8 * 8 * 4 * lanes[0] * lanes[1]
+    assert by_primitive["max"] == by_primitive["concatenate"]
+    assert by_primitive["conv_general_dilated"] == 8 * 8 * 4 * 256 * 64  # it has the features there
 
 
 def joined(pieces: int, *, behind_a_barrier: bool = False) -> tuple[Op, ...]:

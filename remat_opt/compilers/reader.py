@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
@@ -27,9 +27,9 @@ from remat_opt.graph.build import (
 )
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.tiles import padded_bytes
+from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
-from remat_opt.program.images import images_of
+from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import CONTRACTION, REDUCTION
 
@@ -198,6 +198,7 @@ class Reader:
             narrow: whether what only products read takes two bytes an element: not before the kernels are known.
         """
         images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
+        joined = self.joined_by_batch(images)
         sizes = list(graph.sizes)
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:
@@ -205,8 +206,20 @@ class Reader:
             item = compat.item_bytes(aval.dtype)
             if narrow and aval.dtype == jnp.float32 and self.is_only_multiplied(graph, value):
                 item = 2
-            sizes[value] = padded_bytes(aval.shape, item, is_image=value in images)
+            sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
         return dataclasses.replace(graph, sizes=tuple(sizes))
+
+    def joined_by_batch(self, images: Container[int]) -> frozenset[int]:
+        """Images that are joined of pieces with the batch in the lanes, which then lies there, too."""
+        joined: set[int] = set()
+        for equation in self.program.equations:
+            if equation.primitive is not P.concatenate_p or equation.outputs[0] not in images:
+                continue
+            shapes = [self.program.avals[piece].shape for piece in self.pieces_of(equation)]
+            features = len(self.program.avals[equation.outputs[0]].shape) - 1
+            if shapes and equation.params["dimension"] == features and all(map(has_batch_in_lanes, shapes)):
+                joined.add(equation.outputs[0])
+        return lying_as(self.program, joined)
 
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the

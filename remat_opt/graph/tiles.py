@@ -14,13 +14,14 @@ from collections.abc import Sequence
 _LANES, _SUBLANES = 128, 8
 
 
-def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False) -> int:
+def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, with_batch_in_lanes: bool = False) -> int:
     """Bytes of an array in tiles.
 
     Args:
         shape: its dimensions; of an image (batch, space, features).
         item: bytes of one element.
         is_image: whether a convolution makes or reads it.
+        with_batch_in_lanes: of an image, that the compiler has no choice.
     """
     count = math.prod(shape)
     if not count:
@@ -29,8 +30,16 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False) -> 
         return item * -(-count // _LANES) * _LANES
     rows = _SUBLANES * max(4 // item, 1)
     last = len(shape) - 1
-    pairs = [(last, 0), (0, last)] if is_image and last > 1 else itertools.permutations(range(len(shape)), 2)
+    pairs = itertools.permutations(range(len(shape)), 2)
+    if is_image and last > 1:
+        pairs = [(0, last)] if with_batch_in_lanes else [(last, 0), (0, last)]
     return item * min(count // (shape[a] * shape[b]) * _up(shape[a], _LANES) * _up(shape[b], rows) for a, b in pairs)
+
+
+def has_batch_in_lanes(shape: Sequence[int]) -> bool:
+    """Whether an image pads less with the batch in the lanes than with the features there."""
+    batch, features = shape[0], shape[-1]
+    return _up(batch, _LANES) * _up(features, _SUBLANES) < _up(features, _LANES) * _up(batch, _SUBLANES)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -6,6 +6,7 @@ same program: no source lines, no addresses, no names, no JAX version.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import re
 from typing import Any
@@ -70,6 +71,9 @@ def _param(value: Any) -> str:
         return f"{value.dtype}{value.shape}{_array(value)}"
     if callable(value) and hasattr(value, "__qualname__"):
         return value.__qualname__
+    if callable(value) and dataclasses.is_dataclass(value):  # a policy: its names are a set
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return f"{type(value).__name__}{_param(fields)}"
     return _ADDRESS.sub("", str(value))
 
 

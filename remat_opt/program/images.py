@@ -29,11 +29,25 @@ def images_of(program: Program) -> frozenset[int]:
         if equation.primitive is P.conv_general_dilated_p:
             filters |= made_of & {_filter_of(equation, program)}
         images |= {x for x in made_of if len(program.avals[x].shape) > 2}
+    alike = _alike(program)
+    return _reached(images - _reached(filters, alike), alike)
+
+
+def lying_as(program: Program, found: set[int]) -> frozenset[int]:
+    """Values, and what elementwise work and barriers make of them or make them of; but for what convolutions and
+    pooling make, which lies as suits these."""
+    made = {value for e in program.equations if e.primitive in _OF_IMAGES for value in e.outputs}
+    alike = {value: [x for x in others if x not in made] for value, others in _alike(program).items()}
+    return _reached(found, alike)
+
+
+def _alike(program: Program) -> Mapping[int, Sequence[int]]:
+    """For each value those that are stored as it is."""
     alike = collections.defaultdict(list)
     for one, other in _stored_alike(program):
         alike[one].append(other)
         alike[other].append(one)
-    return _reached(images - _reached(filters, alike), alike)
+    return alike
 
 
 def _reached(found: set[int], alike: Mapping[int, Sequence[int]]) -> frozenset[int]:
