@@ -1,6 +1,7 @@
 """Run in a process of its own, with eight devices on the CPU: prints one line of JSON for each sharded step asked for.
 
-`python -m tests.meshes "data and model"` from the checkout; `test_meshes.py` reads what it prints.
+`python -m tests.meshes "data and model"` from the checkout, or without a name for those that come on the standard
+input, a line each; `test_meshes.py` reads what it prints.
 """
 
 import json
@@ -296,5 +297,6 @@ def run(name: str) -> None:
 
 
 if __name__ == "__main__":
-    for asked in sys.argv[1:]:
+    for asked in sys.argv[1:] or map(str.strip, sys.stdin):
         run(asked)
+        sys.stdout.flush()

@@ -19,6 +19,8 @@ from remat_opt.report.units import format_bytes
 TINY = ["demo", "--model", "resnet18", "--batch", "2", "--size", "64", "--steps", "2", "--runs", "1"]
 VARIANTS = ("plain", "remat_opt", "nn.remat")
 
+pytestmark = pytest.mark.xdist_group("demo")  # one demo runs
+
 
 class Ran(NamedTuple):
     """What a small demo showed, and its JSON."""

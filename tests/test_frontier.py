@@ -9,6 +9,8 @@ from training_steps import STEPS
 
 import remat_opt
 
+pytestmark = pytest.mark.xdist_group("frontier")
+
 
 @pytest.fixture(scope="module")
 def case():

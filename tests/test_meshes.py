@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,15 +18,42 @@ from remat_opt.targets.communication import Collectives, read_collectives
 CHECKOUT = Path(__file__).parent.parent
 
 
-@functools.cache
-def result(name: str) -> dict[str, Any]:
-    """What `meshes.py` prints of a step. How many devices there are is said before JAX starts."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.meshes", name]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=CHECKOUT, check=False)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    found = [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
-    assert [one["name"] for one in found] == [name]
-    return found[0]
+Asked = Callable[[str], dict[str, Any]]
+
+pytestmark = pytest.mark.xdist_group("meshes")  # of one process, which compiles each step once
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """`meshes.py`, and the file of its errors. How many devices there are is said before JAX starts."""
+    errors = tmp_path_factory.mktemp("meshes") / "errors.txt"
+    command = [sys.executable, "-W", "ignore", "-m", "tests.meshes"]
+    pipe = subprocess.PIPE
+    with (
+        errors.open("w") as stderr,
+        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=CHECKOUT) as running,
+    ):
+        yield running, errors
+
+
+@pytest.fixture(scope="module")
+def result(process: tuple[subprocess.Popen, Path]) -> Asked:
+    """What `meshes.py` prints of a step."""
+    running, errors = process
+    names, printed = running.stdin, running.stdout
+    assert names
+    assert printed
+
+    @functools.cache
+    def of(name: str) -> dict[str, Any]:
+        print(name, file=names, flush=True)
+        line = next((line for line in printed if line.startswith("{")), None)
+        assert line, f"{name}: {errors.read_text()[-3000:]}"
+        found = json.loads(line)
+        assert found["name"] == name
+        return found
+
+    return of
 
 
 @pytest.mark.parametrize(
@@ -45,7 +73,7 @@ def result(name: str) -> dict[str, Any]:
         "weights by data, in a loop",
     ],
 )
-def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: str) -> None:
+def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: str, result: Asked) -> None:
     found = result(name)
     assert found["devices"] == 8
     assert found["ours"] < 0.5 * found["plain"]
@@ -59,7 +87,7 @@ def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: st
         assert found["all-reduces"] == [plain, ours]
 
 
-def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed() -> None:
+def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed(result: Asked) -> None:
     saved, repeated = result("model"), result("model, repeated")
     assert repeated["collectives"][1] > repeated["collectives"][0] == saved["collectives"][0]
     # Value by value, the search finds as much without a repeated collective: here that is no reason to allow it.
@@ -67,7 +95,7 @@ def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed()
     assert repeated["difference"] < 1e-5
 
 
-def test_weights_are_gathered_once_where_the_step_as_given_does_so() -> None:
+def test_weights_are_gathered_once_where_the_step_as_given_does_so(result: Asked) -> None:
     """Each weight is divided among the devices that the batch is divided among, too, and gathered for its product."""
     once, repeated = result("weights by data"), result("weights by data, repeated")
     assert repeated["collectives"][1] > repeated["collectives"][0] == once["collectives"][1]
@@ -79,7 +107,7 @@ def test_weights_are_gathered_once_where_the_step_as_given_does_so() -> None:
 
 
 @pytest.mark.parametrize("name", ["shard_map", "explicit", "explicit, in a loop"])
-def test_no_explicit_collective_is_repeated(name: str) -> None:
+def test_no_explicit_collective_is_repeated(name: str, result: Asked) -> None:
     found = result(name)
     plain, ours = found["explicit collectives"]
     assert ours == plain > 0
@@ -88,7 +116,7 @@ def test_no_explicit_collective_is_repeated(name: str) -> None:
     assert found["same shardings"]
 
 
-def test_explicit_collectives_are_repeated_where_that_is_allowed() -> None:
+def test_explicit_collectives_are_repeated_where_that_is_allowed(result: Asked) -> None:
     found = result("explicit, repeated")
     plain, ours = found["explicit collectives"]
     assert ours > plain
@@ -100,7 +128,7 @@ def test_explicit_collectives_are_repeated_where_that_is_allowed() -> None:
     ("budget", "most_extra", "compiled"), [("0.5", 0.03, 3), ("0.3", 0.27, 3), ("6MB", 0.18, 3), ("15MB", 0.0, 1)]
 )
 def test_a_budget_is_of_one_device_and_costs_no_more_than_it_has_to(
-    budget: str, most_extra: float, compiled: int
+    result: Asked, budget: str, most_extra: float, compiled: int
 ) -> None:
     """Compared with what all devices hold together, each of them cost two and a half times the step's own FLOPs, or
     was met at last, after more had been compiled."""

@@ -368,11 +368,8 @@ def test_nothing_of_ours_runs_once_a_signature_is_compiled(monkeypatch: pytest.M
         assert_same(optimized(new_params(), batch), expected)
         seen = len(traces), len(plans), len(compiled)
         assert_same(optimized(new_params(), batch), expected)
-        (
-            optimized.plan(new_params(), batch),
-            optimized.jaxpr(new_params(), batch),
-            optimized.explain(new_params(), batch),
-        )
+        for ask in (optimized.plan, optimized.jaxpr, optimized.explain):
+            ask(new_params(), batch)
         assert (len(traces), len(plans), len(compiled)) == seen
     assert (len(traces), len(plans)) == (2, 2)
     optimized(new_params(), X)

@@ -12,6 +12,8 @@ from remat_opt.examples import image_classifier
 
 MB = 10**6
 
+pytestmark = pytest.mark.xdist_group("resnet50")
+
 
 @pytest.fixture(scope="module")
 def example():

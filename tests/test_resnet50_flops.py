@@ -9,6 +9,8 @@ from flop_walk import flops_of
 import remat_opt
 from remat_opt.examples import image_classifier
 
+pytestmark = pytest.mark.xdist_group("resnet50 flops")
+
 
 @pytest.fixture(scope="module")
 def example():

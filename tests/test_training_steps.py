@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
+from numpy_ops import apply_in_numpy
 from op_by_op import bits, run_op_by_op
 from training_steps import STEPS, StepCase
 
@@ -27,7 +28,10 @@ WITHOUT_CHECKPOINTS = {"checkpoint_blocks": "transformer", "checkpoint_policy": 
 
 SHORT = {"conv_net", "gan", "nnx", "equinox", "checkpoint_blocks"}
 MOMENT = re.compile(r".*?\b[mn]u\b")  # Adam's, by path
-CASES = [pytest.param(name, marks=[pytest.mark.short] if name in SHORT else []) for name in STEPS]
+CASES = [  # one worker plans each step
+    pytest.param(name, marks=[pytest.mark.xdist_group(name), *([pytest.mark.short] if name in SHORT else [])])
+    for name in STEPS
+]
 
 
 @functools.cache
@@ -150,7 +154,7 @@ def test_op_by_op_it_gives_the_bits_of_the_plain_step(name: str) -> None:
 
     case = case_of(name)
     given, ours, leaves = optimized(name).ask(programs, case.make_args(), case.make_kwargs())
-    found, expected = run_op_by_op(ours, leaves), run_op_by_op(given, leaves)
+    found, expected = run_op_by_op(ours, leaves, apply_in_numpy), run_op_by_op(given, leaves, apply_in_numpy)
     assert [bits(value) for value in found] == [bits(value) for value in expected]
 
 
