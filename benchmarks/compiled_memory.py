@@ -15,11 +15,10 @@ import json
 
 import jax
 
+from benchmarks.variants import compile_step
 from remat_opt import linen, optimize
 from remat_opt.examples import NETWORKS, image_classifier
-from remat_opt.program import compat
-from remat_opt.targets import TARGETS, Figures, measure_flat, resolve_target
-from remat_opt.targets.options import compiler_options_for
+from remat_opt.targets import TARGETS, Figures
 
 VARIANTS = ("plain", "nn.remat", "linen.remat", "remat_opt")
 
@@ -39,16 +38,7 @@ def measure_variant(name: str, variant: str, *, batch: int, size: int, target: s
     jitted = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
     if variant == "remat_opt":
         jitted = optimize(jitted, target=target)
-    traced = jitted.trace(*example.abstract_args)
-    donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-    platform = resolve_target(target).platform
-    return measure_flat(
-        compat.function_of_jaxpr(traced),
-        [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jax.tree.leaves(example.abstract_args)],
-        donated=donated,
-        target=target,
-        compiler_options=None if variant == "plain" else compiler_options_for(platform),
-    )
+    return compile_step(jitted, example, target, is_plain=variant == "plain")
 
 
 def main() -> None:

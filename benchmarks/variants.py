@@ -152,7 +152,9 @@ def measure_variant(
         }
     started = time.perf_counter()
     try:
-        figures = (written.plan and written.plan.measured) or _compile(written, variant, target)
+        figures = (written.plan and written.plan.measured) or compile_step(
+            written.step, written.example, target, is_plain=variant == "plain"
+        )
     except CompilationOutOfMemory as refusal:
         spent = round(time.perf_counter() - started, 2)
         return {**result, "needed_bytes": refusal.needed_bytes, "compile_seconds": spent, **versions}
@@ -172,15 +174,21 @@ def count_flops(written: Written) -> float:
     return flops_of(compat.without_dead_code(traced.jaxpr))
 
 
-def _compile(written: Written, variant: str, target: str) -> Figures:
-    traced = written.step.trace(*written.example.abstract_args)
-    donated = [index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated]
-    platform = resolve_target(target).platform
+def compile_step(step: Any, example: TrainingExample, target: str, *, is_plain: bool) -> Figures:
+    """Compile the step of a variant for a target and read the compiler's figures.
+
+    Args:
+        step: called like `jax.jit(train_step)`.
+        example: what it is a step of.
+        target: one of `TARGETS`.
+        is_plain: whether it has no checkpoints. On the CPU the barriers of all others are kept: without them
+            `jax.checkpoint` saves nothing there.
+    """
+    traced = step.trace(*example.abstract_args)
     return measure_flat(
         compat.function_of_jaxpr(traced),
-        [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jax.tree.leaves(written.example.abstract_args)],
-        donated=donated,
+        [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in jax.tree.leaves(example.abstract_args)],
+        donated=[index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
         target=target,
-        # On the CPU the barriers of `jax.checkpoint` are kept, too: without, none of its variants saves anything.
-        compiler_options=None if variant == "plain" else compiler_options_for(platform),
+        compiler_options=None if is_plain else compiler_options_for(resolve_target(target).platform),
     )
