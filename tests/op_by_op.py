@@ -24,9 +24,10 @@ Apply = Callable[[Any, Values], "Values | None"]
 def run_op_by_op(closed: Any, arguments: Values, apply: Apply = lambda equation, arguments: None) -> list[Any]:
     """The results of a closed jaxpr; calls, checkpoints, loops and branches are entered, whatever else is one op.
 
-    So is a loop that was batched together with its condition.
+    So is a loop that was batched together with its condition. What nobody reads does not run: the derivative of a
+    `custom_vjp` of which only the residuals are used leaves an op behind that JAX drops, and cannot run.
     """
-    return _OpByOp(apply).closed(closed, arguments)
+    return _OpByOp(apply).closed(compat.without_dead_code(closed), arguments)
 
 
 def bits(value: Any) -> bytes:

@@ -32,6 +32,7 @@ from remat_opt.program import compat, inline
 from remat_opt.program.capture import capture
 from remat_opt.targets import resolve_target
 from remat_opt.write import train_step
+from tests.op_by_op import run_op_by_op
 from tests.program_checks import How, any_way, check_compiled, check_rewritten, found_for
 from tests.random_programs import RandomProgram, programs, random_program
 
@@ -78,6 +79,15 @@ def test_large_programs_keep_their_values(seed: int) -> None:
 @given(program=programs(most_statements=12))
 def test_programs_give_their_values_when_they_are_compiled_and_called(program: RandomProgram) -> None:
     hypothesis.event("rewritten" if check_compiled(program, 0.7) else "nothing to gain")
+
+
+def test_op_by_op_what_nobody_reads_does_not_run() -> None:
+    """The rule's function is called in the rule: its derivative, which JAX cannot run, is read by nobody."""
+    sine = jax.custom_vjp(jnp.sin)
+    sine.defvjp(lambda x: (sine(x), x), lambda x, g: (g * jnp.cos(x),))
+    traced = jax.jit(lambda x: jax.jvp(jax.grad(sine), (x,), (1.0,))).trace(0.5)
+    assert "custom_lin" in {equation.primitive.name for equation in traced.jaxpr.eqns}
+    assert run_op_by_op(traced.jaxpr, [jnp.float32(0.5)]) == [jnp.cos(0.5), -jnp.sin(0.5)]
 
 
 # The checks can fail
