@@ -16,8 +16,8 @@ if "jax" in sys.modules:
     )
 os.environ["JAX_PLATFORMS"] = "cpu"
 
-# Tests compile some ten thousand programs. What the CPU compiler spends most time on is the machine code, which is not
-# what is tested: buffers and the order of operations are decided before.
+# Tests compile more than five thousand programs. What the CPU compiler spends most time on is the machine code, which
+# is not what is tested: buffers and the order of operations are decided before.
 os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 
 # The same examples in every run. Times are not bounded: the first call of a test compiles, and machines are shared.

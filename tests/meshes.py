@@ -299,4 +299,3 @@ def run(name: str) -> None:
 if __name__ == "__main__":
     for asked in sys.argv[1:] or map(str.strip, sys.stdin):
         run(asked)
-        sys.stdout.flush()

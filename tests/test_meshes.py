@@ -34,6 +34,9 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
         subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=CHECKOUT) as running,
     ):
         yield running, errors
+        assert running.stdin
+        running.stdin.close()
+        assert running.wait() == 0, errors.read_text()[-3000:]
 
 
 @pytest.fixture(scope="module")

@@ -215,9 +215,11 @@ class Reader:
         for equation in self.program.equations:
             if equation.primitive is not P.concatenate_p or equation.outputs[0] not in images:
                 continue
-            shapes = [self.program.avals[piece].shape for piece in self.pieces_of(equation)]
-            features = len(self.program.avals[equation.outputs[0]].shape) - 1
-            if shapes and equation.params["dimension"] == features and all(map(has_batch_in_lanes, shapes)):
+            avals = [self.program.avals[piece] for piece in self.pieces_of(equation)]
+            pieces = [aval for aval in avals if aval.size]
+            by_features = equation.params["dimension"] == len(self.program.avals[equation.outputs[0]].shape) - 1
+            by_batch = (has_batch_in_lanes(piece.shape, compat.item_bytes(piece.dtype)) for piece in pieces)
+            if pieces and by_features and all(by_batch):
                 joined.add(equation.outputs[0])
         return lying_as(self.program, joined)
 

@@ -59,10 +59,6 @@ def greedy(graph: Graph) -> tuple[int, ...]:
     def gain(op: int) -> int:
         return sum(graph.sizes[value] for value in reads[op] if uses[value] == 1) - made[op]
 
-    def is_of_views(op: int) -> bool:
-        """A view is an instruction of its own, which comes first: its readers are ready after all others."""
-        return graph.ops[op].of_views
-
     ready: list[tuple[int, int, int, int]] = []
     best_of: dict[int, int] = {}
     count = 0
@@ -88,7 +84,8 @@ def greedy(graph: Graph) -> tuple[int, ...]:
         for value in reads[op]:
             uses[value] -= 1
         for value in graph.ops[op].outputs:
-            for user in sorted(graph.users[value], key=is_of_views):
+            # A view is an instruction of its own, which comes first: its readers are ready after all others.
+            for user in sorted(graph.users[value], key=lambda user: graph.ops[user].of_views):
                 missing[user] -= 1
                 if not missing[user]:
                     push(user, op)

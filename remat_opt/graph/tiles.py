@@ -28,18 +28,24 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
         return 0
     if len(shape) < 2:
         return item * -(-count // _LANES) * _LANES
-    rows = _SUBLANES * max(4 // item, 1)
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
     if is_image and last > 1:
         pairs = [(0, last)] if with_batch_in_lanes else [(last, 0), (0, last)]
-    return item * min(count // (shape[a] * shape[b]) * _up(shape[a], _LANES) * _up(shape[b], rows) for a, b in pairs)
+    return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
-def has_batch_in_lanes(shape: Sequence[int]) -> bool:
-    """Whether an image pads less with the batch in the lanes than with the features there."""
-    batch, features = shape[0], shape[-1]
-    return _up(batch, _LANES) * _up(features, _SUBLANES) < _up(features, _LANES) * _up(batch, _SUBLANES)
+def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
+    """Whether an image pads less with the batch in the lanes than with the features there; arguments as above."""
+    last = len(shape) - 1
+    return _tiled_bytes(shape, item, 0, last) < _tiled_bytes(shape, item, last, 0)
+
+
+def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int) -> int:
+    """With one dimension in the lanes and one in the sublanes, where narrow elements lie in twos and fours."""
+    others = math.prod(shape) // (shape[lanes] * shape[sublanes])
+    rows = _SUBLANES * max(4 // item, 1)
+    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], rows)
 
 
 def _up(size: int, multiple: int) -> int:
