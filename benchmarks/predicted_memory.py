@@ -89,10 +89,15 @@ _STEPS = (
     *("checkpoint_blocks", "checkpoint_policy", "hand_written_attention", "random_wiring", "mixed_precision"),
     *("keyword_and_static", "micro_batches"),
 )
+_HELD_OUT = (
+    *("dense_tanh", "dense_relu_adam", "dense_wide", "dense_deep", "residual_dense", "mixer", "gated_transformer"),
+    *("squeeze_excite", "convnext", "autoencoder", "recurrent", "graph_convolution", "two_towers"),
+)
 ROWS = (
     *(Row(network, batch, size, "cpu") for network, batch, size in _ON_THE_CPU),
     *(Row(network, batch, size, target) for target in ACCELERATORS for network, batch, size in _SIZES),
     *(Row(f"steps/{step}", None, None, target) for target in ("cpu", *ACCELERATORS) for step in _STEPS),
+    *(Row(f"held_out/{name}", None, None, target) for target in ("cpu", *ACCELERATORS) for name in _HELD_OUT),
 )
 
 
@@ -104,6 +109,11 @@ def load_step(row: Row) -> tuple[Callable[..., Any], tuple, dict[str, Any], dict
 
         case = steps[row.network.removeprefix("steps/")]()
         return case.step, case.make_args(), case.make_kwargs(), {}
+    if row.network.startswith("held_out/"):
+        from benchmarks.held_out import NETWORKS
+
+        held_out = NETWORKS[row.network.removeprefix("held_out/")]()
+        return held_out.step, held_out.abstract_args, {}, {"donate_argnums": (0, 1)}
     from remat_opt.examples.registry import make_example
 
     example = make_example(row.network, batch=row.batch, size=row.size)

@@ -8,8 +8,8 @@ from collections.abc import Container, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.cpu_library import by_library
 from remat_opt.compilers.equations import (
-    PRODUCTS,
     RESHAPING,
     is_dear,
     is_half,
@@ -100,7 +100,7 @@ class Reader:
         """What a compiler does with ops that are there."""
         self.fold_transposes()
         if self.platform == "cpu":
-            self.multiply_in_reductions()
+            self.ops, self.equations = by_library(self.program, self.ops, self.equations, self.sizes, self.constants)
 
     def buffer(self, value: int) -> int:
         return self.same[value][0] if value in self.same else value
@@ -323,17 +323,3 @@ class Reader:
         order = sorted(range(len(self.ops)), key=rank.__getitem__)
         self.ops = [self.ops[index] for index in order]
         self.equations = [self.equations[index] for index in order]
-
-    def multiply_in_reductions(self) -> None:
-        """The CPU's library computes the sum of a product, so that the product's operands are buffers and it is not."""
-        users: dict[int, list[int]] = {}
-        for index, op in enumerate(self.ops):
-            for value in op.inputs:
-                users.setdefault(value, []).append(index)
-        for index, op in enumerate(self.ops):
-            readers = users.get(op.outputs[0], []) if op.outputs else []
-            if self.equations[index].primitive in PRODUCTS and len(readers) == 1:
-                reader = self.ops[readers[0]]
-                if reader.kind is Kind.REDUCTION:
-                    self.ops[index] = dataclasses.replace(op, of_buffers=True)
-                    self.ops[readers[0]] = dataclasses.replace(reader, of_buffers=False)

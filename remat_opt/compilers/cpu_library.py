@@ -1,0 +1,198 @@
+"""What XLA's CPU compiler leaves to a library: reductions, with the arithmetic around them, each in one kernel.
+
+A kernel begins with a reduction, those nearest to the step's end first, and grows (`library_rewriter.cc`,
+`ynn_matcher.h`): by what makes one of its operands where nobody else reads that, and by what reads its result where
+only that one reads it. It has one result. Loops are fused only afterwards, so that a kernel reads and writes buffers:
+what others read, too, is stored for it, even a constant that is spread over an array.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from jax.extend.core import primitives as P
+
+from remat_opt.graph.graph import Kind, Op
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.primitives import named
+
+FEWEST_ELEMENTS = 4096  # of a result or an operand: the library does not pay for less
+_FEWEST_FACTORS = 8  # of a product along its longest dimension
+
+_REDUCTIONS = named("reduce_sum reduce_max reduce_min")
+_ARITHMETIC = named(
+    "abs add add_jaxvals ceil convert_element_type cos div exp expm1 floor integer_pow log log1p logistic max min mul "
+    "neg pow round rsqrt sign sin sqrt square sub tanh"
+)
+_OF_ANY_SIZE = named("broadcast_in_dim name stop_gradient copy")
+
+
+def by_library(
+    program: Program, ops: Sequence[Op], equations: Sequence[Equation], sizes: list[int], constants: dict[int, int]
+) -> tuple[list[Op], list[Equation]]:
+    """Ops with the library's kernels in the places of their last parts.
+
+    Args:
+        program: what the ops are of.
+        ops: in an order in which they can run.
+        equations: of each op.
+        sizes: in bytes of each value; constants that are spread over arrays are added.
+        constants: values that depend on no input, and the equations that make them.
+    """
+    regions = _Regions(program, ops, equations, constants)
+    of_constants: dict[Hashable, int] = {}
+    new_ops, new_equations = [], []
+    for index, (op, equation) in enumerate(zip(ops, equations, strict=True)):
+        region = regions.at.get(index)
+        if region is not None and region.last != index:
+            continue
+        if region is not None:
+            spread = []
+            for key, aval in regions.shared_constants(region).items():
+                if key not in of_constants:
+                    of_constants[key] = len(sizes)
+                    sizes.append(math.prod(aval.shape) * aval.dtype.itemsize)
+                    new_ops.append(Op((), (of_constants[key],), name="broadcast"))
+                    new_equations.append(equation)
+                spread.append(of_constants[key])
+            op = _as_one(op, [ops[part] for part in sorted(region.parts)], (*regions.operands(region), *spread))
+        new_ops.append(op)
+        new_equations.append(equation)
+    return new_ops, new_equations
+
+
+def _as_one(last: Op, parts: Sequence[Op], operands: tuple[int, ...]) -> Op:
+    return dataclasses.replace(
+        last,
+        inputs=operands,
+        kind=Kind.REDUCTION,
+        flops=sum(part.flops for part in parts),
+        seconds=sum(part.seconds for part in parts),
+        repeatable=all(part.repeatable for part in parts),
+        workspace=max(part.workspace for part in parts),
+        dear=False,
+        of_buffers=True,
+    )
+
+
+@dataclasses.dataclass
+class _Region:
+    """Ops of one kernel, and the one that makes its result."""
+
+    parts: set[int]
+    last: int
+
+
+class _Regions:
+    """All kernels of the library in a program; `at` has that of each op that is in one."""
+
+    def __init__(
+        self, program: Program, ops: Sequence[Op], equations: Sequence[Equation], constants: dict[int, int]
+    ):
+        self.program, self.ops, self.equations, self.constants = program, ops, equations, constants
+        self.producer = {value: index for index, op in enumerate(ops) for value in op.outputs}
+        self.users: dict[int, set[int]] = {}
+        for index, op in enumerate(ops):
+            for value in op.inputs:
+                self.users.setdefault(value, set()).add(index)
+        for value in program.outputs:
+            if isinstance(value, int):
+                self.users.setdefault(value, set()).add(-1)
+        self.at: dict[int, _Region] = {}
+        for index in reversed(range(len(ops))):
+            if index not in self.at and equations[index].primitive in _REDUCTIONS and self.is_for_library(index):
+                self.grow(index)
+        self.users_of_constants: dict[Hashable, set[int]] = {}
+        for index in range(len(ops)):
+            for key in self.constants_of(index):
+                self.users_of_constants.setdefault(key, set()).add(index)
+
+    def grow(self, start: int) -> None:
+        region = self.at[start] = _Region({start}, start)
+        while found := self.next_to(region):
+            for index in found:
+                region.parts.add(index)
+                self.at[index] = region
+            region.last = max(region.parts)
+
+    def next_to(self, region: _Region) -> list[int]:
+        """Ops that can join a kernel: those that make its operands, or the one that reads its result."""
+        (result,) = self.ops[region.last].outputs
+        readers = self.users.get(result, set())
+        found = [index for index in readers if len(readers) == 1 and index >= 0]
+        for value in self.operands(region):
+            if value in self.producer and self.users[value] <= region.parts:
+                found.append(self.producer[value])
+        return [index for index in dict.fromkeys(found) if index not in self.at and self.is_for_library(index)]
+
+    def operands(self, region: _Region) -> tuple[int, ...]:
+        """What a kernel reads."""
+        made = {value for part in region.parts for value in self.ops[part].outputs}
+        read = (value for part in sorted(region.parts) for value in self.ops[part].inputs)
+        return tuple(value for value in dict.fromkeys(read) if value not in made)
+
+    def is_for_library(self, index: int) -> bool:
+        """Whether the library can do an op, and pays."""
+        op, equation = self.ops[index], self.equations[index]
+        if op.outputs != equation.outputs or len(op.outputs) != 1:
+            return False
+        avals = [*self.avals_of(equation.inputs), *self.avals_of(equation.outputs)]
+        if not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals):
+            return False
+        if equation.primitive is P.dot_general_p:
+            return _is_plain_product(equation, avals)
+        if equation.primitive in _OF_ANY_SIZE:
+            return True
+        pays = max(aval.size for aval in avals) >= FEWEST_ELEMENTS
+        return pays and equation.primitive in _ARITHMETIC | _REDUCTIONS
+
+    def avals_of(self, values: Iterable[int | Constant]) -> list[Any]:
+        return [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in values]
+
+    def shared_constants(self, region: _Region) -> dict[Hashable, Any]:
+        """Constants of a kernel that others read, too, which compilers spread over one array for all."""
+        return {
+            key: aval
+            for part in sorted(region.parts)
+            for key, aval in self.constants_of(part).items()
+            if not self.users_of_constants[key] <= region.parts
+        }
+
+    def constants_of(self, index: int) -> dict[Hashable, Any]:
+        """Constants that an op reads as arrays of its result's shape."""
+        op, equation = self.ops[index], self.equations[index]
+        if op.kind is not Kind.ELEMENTWISE or op.outputs != equation.outputs:
+            return {}
+        aval = self.program.avals[equation.outputs[0]]
+        found: dict[Hashable, Any] = {}
+        for x in equation.inputs:
+            if aval.shape and (isinstance(x, Constant) or x in self.constants):
+                number = self.number(x)
+                if number is not None:
+                    found[number, aval.shape, str(aval.dtype)] = aval
+        return found
+
+    def number(self, x: int | Constant) -> float | None:
+        """The number that a constant has in all its elements, where that is known."""
+        if isinstance(x, Constant):
+            return float(x.value) if jnp.ndim(x.value) == 0 else None
+        maker = self.program.equations[self.constants[x]]
+        return self.number(maker.inputs[0]) if maker.primitive in _OF_ANY_SIZE and maker.inputs else None
+
+
+def _is_plain_product(equation: Equation, avals: Sequence[Any]) -> bool:
+    """Whether rows of the first operand are multiplied by columns of the second one, as both lie."""
+    (first, second), (before, also_before) = equation.params["dimension_numbers"]
+    left, right, result = avals
+    batch = tuple(range(len(before)))
+    if tuple(before) != batch or tuple(also_before) != batch or len(first) != 1:
+        return False
+    if first[0] != len(left.shape) - 1 or second[0] != len(batch):
+        return False
+    rows = math.prod(left.shape[len(batch) : -1])
+    columns = math.prod(right.shape[len(batch) + 1 :])
+    return min(rows, columns) > 1 and max(rows, columns, left.shape[-1]) >= _FEWEST_FACTORS and result.dtype != jnp.float16
