@@ -3,14 +3,14 @@
 A kernel begins with a reduction, those nearest to the step's end first, and grows (`library_rewriter.cc`,
 `ynn_matcher.h`): by what makes one of its operands where nobody else reads that, and by what reads its result where
 only that one reads it. It has one result. Loops are fused only afterwards, so that a kernel reads and writes buffers:
-what others read, too, is stored for it, even a constant that is spread over an array.
+what others read, too, is stored for it, even a vector or a constant that is spread over an array.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,7 +32,12 @@ _OF_ANY_SIZE = named("broadcast_in_dim name stop_gradient copy")
 
 
 def by_library(
-    program: Program, ops: Sequence[Op], equations: Sequence[Equation], sizes: list[int], constants: dict[int, int]
+    program: Program,
+    ops: Sequence[Op],
+    equations: Sequence[Equation],
+    sizes: list[int],
+    constants: dict[int, int],
+    behind: Callable[[Sequence[int]], tuple[int, ...]],
 ) -> tuple[list[Op], list[Equation]]:
     """Ops with the library's kernels in the places of their last parts.
 
@@ -40,26 +45,25 @@ def by_library(
         program: what the ops are of.
         ops: in an order in which they can run.
         equations: of each op.
-        sizes: in bytes of each value; constants that are spread over arrays are added.
+        sizes: in bytes of each value; what is spread over arrays is added.
         constants: values that depend on no input, and the equations that make them.
+        behind: buffers of some values, and tokens of the barriers behind which they are read.
     """
-    regions = _Regions(program, ops, equations, constants)
-    of_constants: dict[Hashable, int] = {}
+    regions = _Regions(program, ops, equations, constants, behind)
+    made: dict[Hashable, int] = {}
     new_ops, new_equations = [], []
     for index, (op, equation) in enumerate(zip(ops, equations, strict=True)):
         region = regions.at.get(index)
         if region is not None and region.last != index:
             continue
         if region is not None:
-            spread = []
-            for key, aval in regions.shared_constants(region).items():
-                if key not in of_constants:
-                    of_constants[key] = len(sizes)
+            for key, (sources, aval) in regions.spread_for(region).items():
+                if key not in made:
+                    made[key] = len(sizes)
                     sizes.append(math.prod(aval.shape) * aval.dtype.itemsize)
-                    new_ops.append(Op((), (of_constants[key],), name="broadcast"))
+                    new_ops.append(Op(sources, (made[key],), kind=Kind.ELEMENTWISE, name="broadcast"))
                     new_equations.append(equation)
-                spread.append(of_constants[key])
-            op = _as_one(op, [ops[part] for part in sorted(region.parts)], (*regions.operands(region), *spread))
+            op = _as_one(op, [ops[part] for part in sorted(region.parts)], regions.operands(region, made))
         new_ops.append(op)
         new_equations.append(equation)
     return new_ops, new_equations
@@ -91,9 +95,14 @@ class _Regions:
     """All kernels of the library in a program; `at` has that of each op that is in one."""
 
     def __init__(
-        self, program: Program, ops: Sequence[Op], equations: Sequence[Equation], constants: dict[int, int]
+        self,
+        program: Program,
+        ops: Sequence[Op],
+        equations: Sequence[Equation],
+        constants: dict[int, int],
+        behind: Callable[[Sequence[int]], tuple[int, ...]],
     ):
-        self.program, self.ops, self.equations, self.constants = program, ops, equations, constants
+        self.program, self.ops, self.equations, self.constants, self.behind = program, ops, equations, constants, behind
         self.producer = {value: index for index, op in enumerate(ops) for value in op.outputs}
         self.users: dict[int, set[int]] = {}
         for index, op in enumerate(ops):
@@ -106,10 +115,10 @@ class _Regions:
         for index in reversed(range(len(ops))):
             if index not in self.at and equations[index].primitive in _REDUCTIONS and self.is_for_library(index):
                 self.grow(index)
-        self.users_of_constants: dict[Hashable, set[int]] = {}
+        self.readers_of_spread: dict[Hashable, set[int]] = {}
         for index in range(len(ops)):
-            for key in self.constants_of(index):
-                self.users_of_constants.setdefault(key, set()).add(index)
+            for key in self.spread(index):
+                self.readers_of_spread.setdefault(key, set()).add(index)
 
     def grow(self, start: int) -> None:
         region = self.at[start] = _Region({start}, start)
@@ -129,10 +138,19 @@ class _Regions:
                 found.append(self.producer[value])
         return [index for index in dict.fromkeys(found) if index not in self.at and self.is_for_library(index)]
 
-    def operands(self, region: _Region) -> tuple[int, ...]:
-        """What a kernel reads."""
+    def operands(self, region: _Region, arrays: Mapping[Hashable, int] | None = None) -> tuple[int, ...]:
+        """What a kernel reads; with `arrays`, those in the places of what is spread over them."""
         made = {value for part in region.parts for value in self.ops[part].outputs}
-        read = (value for part in sorted(region.parts) for value in self.ops[part].inputs)
+        read: list[int] = []
+        for part in sorted(region.parts):
+            instead = {key: arrays[key] for key in self.spread(part) if key in arrays} if arrays else {}
+            if not instead:
+                read += self.ops[part].inputs
+                continue
+            read += instead.values()
+            for x in self.equations[part].inputs:
+                if self.key_of(part, x) not in instead and isinstance(x, int) and x not in self.constants:
+                    read += self.behind([x])
         return tuple(value for value in dict.fromkeys(read) if value not in made)
 
     def is_for_library(self, index: int) -> bool:
@@ -153,28 +171,33 @@ class _Regions:
     def avals_of(self, values: Iterable[int | Constant]) -> list[Any]:
         return [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in values]
 
-    def shared_constants(self, region: _Region) -> dict[Hashable, Any]:
-        """Constants of a kernel that others read, too, which compilers spread over one array for all."""
+    def spread_for(self, region: _Region) -> dict[Hashable, tuple[tuple[int, ...], Any]]:
+        """What a kernel reads spread over an array and others do, too: compilers make one array for all."""
         return {
-            key: aval
+            key: found
             for part in sorted(region.parts)
-            for key, aval in self.constants_of(part).items()
-            if not self.users_of_constants[key] <= region.parts
+            for key, found in self.spread(part).items()
+            if not self.readers_of_spread[key] <= region.parts
         }
 
-    def constants_of(self, index: int) -> dict[Hashable, Any]:
-        """Constants that an op reads as arrays of its result's shape."""
+    def spread(self, index: int) -> dict[Hashable, tuple[tuple[int, ...], Any]]:
+        """What an elementwise op reads that is smaller than its result: of which buffers, and as an array of which
+        type."""
         op, equation = self.ops[index], self.equations[index]
-        if op.kind is not Kind.ELEMENTWISE or op.outputs != equation.outputs:
+        if op.kind is not Kind.ELEMENTWISE or op.outputs != equation.outputs or equation.primitive in _OF_ANY_SIZE:
             return {}
         aval = self.program.avals[equation.outputs[0]]
-        found: dict[Hashable, Any] = {}
-        for x in equation.inputs:
-            if aval.shape and (isinstance(x, Constant) or x in self.constants):
-                number = self.number(x)
-                if number is not None:
-                    found[number, aval.shape, str(aval.dtype)] = aval
-        return found
+        keys = {key: x for x in equation.inputs if (key := self.key_of(index, x)) is not None}
+        return {key: (self.behind([x]) if _is_value(key) else (), aval) for key, x in keys.items()}
+
+    def key_of(self, index: int, x: int | Constant) -> Hashable | None:
+        """What tells apart arrays over which something smaller is spread; None for what is not."""
+        aval = self.program.avals[self.equations[index].outputs[0]]
+        if isinstance(x, Constant) or x in self.constants:
+            number = self.number(x)
+            return None if number is None or not aval.shape else ("number", number, aval.shape, str(aval.dtype))
+        given = self.program.avals[x]
+        return ("value", self.behind([x]), given.shape, aval.shape) if given.size < aval.size else None
 
     def number(self, x: int | Constant) -> float | None:
         """The number that a constant has in all its elements, where that is known."""
@@ -182,6 +205,10 @@ class _Regions:
             return float(x.value) if jnp.ndim(x.value) == 0 else None
         maker = self.program.equations[self.constants[x]]
         return self.number(maker.inputs[0]) if maker.primitive in _OF_ANY_SIZE and maker.inputs else None
+
+
+def _is_value(key: Hashable) -> bool:
+    return isinstance(key, tuple) and key[0] == "value"
 
 
 def _is_plain_product(equation: Equation, avals: Sequence[Any]) -> bool:

@@ -100,7 +100,9 @@ class Reader:
         """What a compiler does with ops that are there."""
         self.fold_transposes()
         if self.platform == "cpu":
-            self.ops, self.equations = by_library(self.program, self.ops, self.equations, self.sizes, self.constants)
+            self.ops, self.equations = by_library(
+                self.program, self.ops, self.equations, self.sizes, self.constants, self.behind
+            )
 
     def buffer(self, value: int) -> int:
         return self.same[value][0] if value in self.same else value
