@@ -27,6 +27,8 @@ def is_dear(equation: Equation, program: Program) -> bool:
     if equation.primitive in DEAR:
         return True
     if equation.primitive in _DIVISIONS:
+        if equation.primitive is P.div_p and isinstance(equation.inputs[1], Constant):
+            return False  # it multiplies by the inverse
         return not jnp.issubdtype(dtype, jnp.integer)
     return dtype == jnp.bfloat16 and equation.primitive not in MOVES
 

@@ -129,7 +129,7 @@ def with_copies_of_donated(graph: Graph) -> Graph:
     """A graph in which no update overwrites a donated argument that is still to be read.
 
     Compilers decide by dependencies alone, before they have an order: where an update does not depend on some reader of
-    the argument whose place it takes, that reader gets a copy.
+    the argument whose place it takes, all who read that read a copy.
     """
     before: list[int] = []  # for each op those that run before it whatever the order, as bits
     for op in graph.ops:
@@ -141,14 +141,13 @@ def with_copies_of_donated(graph: Graph) -> Graph:
     sizes, ops = list(graph.sizes), list(graph.ops)
     copies: dict[int, list[Op]] = {}
     for given, output in graph.aliases:
-        update = graph.producer[output]
-        loose = [user for user in graph.users[given] if user != update and not before[update] >> user & 1]
-        if update < 0 or not loose:
+        update, users = graph.producer[output], graph.users[given]
+        if update < 0 or all(user == update or before[update] >> user & 1 for user in users):
             continue
         copy = len(sizes)
         sizes.append(sizes[given])
-        copies.setdefault(loose[0], []).append(Op((given,), (copy,), name="copy"))
-        for user in loose:
+        copies.setdefault(users[0], []).append(Op((given,), (copy,), name="copy"))
+        for user in users:
             inputs = tuple(copy if value == given else value for value in ops[user].inputs)
             ops[user] = dataclasses.replace(ops[user], inputs=inputs)
     if not copies:

@@ -4,17 +4,21 @@ XLA gives each buffer one place in one allocation for the whole step, one buffer
 is free for all of its life, or the end (`heap_simulator.cc`, `GlobalDecreasingSizeBestFitHeap`). The compilers for CPUs
 and GPUs try the largest first and the longest lived first, and take the better; the one for TPUs takes the longest
 lived first. Time is counted in buffers that come and go.
+
+Before that (`buffer_assignment.cc`), the largest buffers first, each is put into the place of a result that is at least
+as large, while nobody needs that: before the result is made, and where it takes a donated argument's place after that
+was read for the last time.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from remat_opt.graph.graph import Graph
-from remat_opt.graph.liveness import simulate
+from remat_opt.graph.liveness import Lives, simulate
 from remat_opt.graph.schedule import save_everything
 
 
@@ -70,6 +74,8 @@ def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
         size.append(of_value)
         birth.append(first)
         death.append(last)
+    for index in _in_results(graph, lives, size, birth, death):
+        size[index] = 0
     for position, op in enumerate(graph.ops):
         space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
         if space > 0:
@@ -77,6 +83,31 @@ def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
             birth.append(position)
             death.append(position)
     return _in_events(np.array(size, dtype=np.int64), np.array(birth, dtype=np.int64), np.array(death, dtype=np.int64))
+
+
+def _in_results(
+    graph: Graph, lives: Lives, size: Sequence[int], birth: Sequence[int], death: Sequence[int]
+) -> list[int]:
+    """Which chunks lie in the places of results."""
+    last_read = dict(zip(lives.value[: len(graph.inputs)].tolist(), lives.death.tolist(), strict=False))
+    given = {output: argument for argument, output in graph.aliases}
+    results: list[tuple[int, list[tuple[int, int]]]] = []  # bytes, and when something lies there
+    for value in graph.outputs:
+        made = graph.producer[value]
+        if made >= 0 and value not in graph.held:
+            taken = [(made, len(graph.ops))]
+            if value in given:
+                taken.append((0, last_read[given[value]]))
+            results.append((graph.sizes[value], taken))
+    results.sort(key=lambda result: -result[0])
+    found: list[int] = []
+    for index in sorted(range(len(size)), key=lambda index: (-size[index], birth[index])):
+        for bytes_there, taken in reversed(results):
+            if bytes_there >= size[index] > 0 and all(death[index] < first or last < birth[index] for first, last in taken):
+                taken.append((birth[index], death[index]))
+                found.append(index)
+                break
+    return found
 
 
 def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> Chunks:

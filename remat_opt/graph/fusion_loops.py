@@ -11,7 +11,9 @@
 
 from __future__ import annotations
 
-from remat_opt.graph.fusion import Fusion, held_by, merge, stored_by_kind
+from collections.abc import Sequence
+
+from remat_opt.graph.fusion import Fusion, held_by, merge, reads_buffers, stored_by_kind
 from remat_opt.graph.graph import Graph, Kind
 
 
@@ -34,12 +36,17 @@ def fuse_loops(graph: Graph) -> Fusion:
             is_stored = True
         elif is_stored and op.repeatable and not op.dear and _is_unary(graph, index):
             copied.update(op.outputs)
-            free = [user for user in users if held_by(graph, graph.ops[user]).isdisjoint(op.outputs)]
-            kernels[index] = frozenset([index]).union(*(kernels[user] for user in free))
+            loops = [user for user in users if not _reads_whole(graph, user, op.outputs)]
+            kernels[index] = frozenset([index]).union(*(kernels[user] for user in loops))
             continue
         kernels[index] = frozenset([index]) if is_stored else loops
     copied -= set(graph.outputs)
     return merge(graph, stored, frozenset(copied))
+
+
+def _reads_whole(graph: Graph, user: int, values: Sequence[int]) -> bool:
+    """Whether an op reads values as buffers, from a library or behind a barrier."""
+    return reads_buffers(graph.ops[user]) or not held_by(graph, graph.ops[user]).isdisjoint(values)
 
 
 def _is_unary(graph: Graph, index: int) -> bool:
