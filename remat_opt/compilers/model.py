@@ -47,7 +47,7 @@ def compiled(
     reader = GpuReader(program, rates, platform) if platform in GPUS else Reader(program, rates, platform)
     unfused = reader.read(donated)
     if platform not in GPUS:
-        unfused = with_copies_of_donated(unfused)
+        unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
     if platform == "cpu":
         graph = fuse_loops(unfused).graph
     elif isinstance(reader, GpuReader):
@@ -125,11 +125,16 @@ def sharing_places(graph: Graph, *, with_direct_operands: bool = False) -> Graph
     return dataclasses.replace(graph, ops=tuple(ops))
 
 
-def with_copies_of_donated(graph: Graph) -> Graph:
+def with_copies_of_donated(graph: Graph, *, by_all: bool = True) -> Graph:
     """A graph in which no update overwrites a donated argument that is still to be read.
 
     Compilers decide by dependencies alone, before they have an order: where an update does not depend on some reader of
-    the argument whose place it takes, all who read that read a copy.
+    the argument whose place it takes, that reader gets a copy.
+
+    Args:
+        graph: ops in an order in which they can run.
+        by_all: whether all others read the copy, too, so that the argument's place is free until the update. On a TPU
+            the update has the argument on the chip.
     """
     before: list[int] = []  # for each op those that run before it whatever the order, as bits
     for op in graph.ops:
@@ -142,12 +147,14 @@ def with_copies_of_donated(graph: Graph) -> Graph:
     copies: dict[int, list[Op]] = {}
     for given, output in graph.aliases:
         update, users = graph.producer[output], graph.users[given]
-        if update < 0 or all(user == update or before[update] >> user & 1 for user in users):
+        loose = [user for user in users if user != update and not before[update] >> user & 1]
+        if update < 0 or not loose:
             continue
         copy = len(sizes)
         sizes.append(sizes[given])
-        copies.setdefault(users[0], []).append(Op((given,), (copy,), name="copy"))
-        for user in users:
+        readers = users if by_all else loose
+        copies.setdefault(readers[0], []).append(Op((given,), (copy,), name="copy"))
+        for user in readers:
             inputs = tuple(copy if value == given else value for value in ops[user].inputs)
             ops[user] = dataclasses.replace(ops[user], inputs=inputs)
     if not copies:
