@@ -99,6 +99,7 @@ class Reader:
     def finish(self) -> None:
         """What a compiler does with ops that are there."""
         self.fold_transposes()
+        self.drop_unread_transposes()
         if self.platform == "cpu":
             self.ops, self.equations = by_library(
                 self.program, self.ops, self.equations, self.sizes, self.constants, self.behind
@@ -325,3 +326,15 @@ class Reader:
         order = sorted(range(len(self.ops)), key=rank.__getitem__)
         self.ops = [self.ops[index] for index in order]
         self.equations = [self.equations[index] for index in order]
+
+    def drop_unread_transposes(self) -> None:
+        """Leave out transposes of matrices that products read as they lie."""
+        read = {value for op in self.ops for value in op.inputs}
+        read.update(self.buffer(value) for value in self.program.outputs if isinstance(value, int))
+        kept = [
+            index
+            for index, (op, equation) in enumerate(zip(self.ops, self.equations, strict=True))
+            if not is_matrix_transpose(equation) or not read.isdisjoint(op.outputs)
+        ]
+        self.ops = [self.ops[index] for index in kept]
+        self.equations = [self.equations[index] for index in kept]
