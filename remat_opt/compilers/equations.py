@@ -71,3 +71,27 @@ def draws_by_arithmetic(equation: Equation, program: Program) -> bool:
         return False
     (key,) = (x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs)
     return str(key.dtype) == "key<fry>"
+
+
+def product_orders(equation: Equation, program: Program) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Dimensions of a product's operands in the order in which XLA's compilers want them (`dot_decomposer.cc`): those
+    of the batch, and then for the first one those that stay and those that are summed over, for the second one the
+    other way round."""
+    summed, batch = equation.params["dimension_numbers"]
+    ranks = [len((x.aval if isinstance(x, Constant) else program.avals[x]).shape) for x in equation.inputs]
+    orders = []
+    for rank, over, of_batch, stays_first in zip(ranks, summed, batch, (True, False), strict=True):
+        stays = tuple(axis for axis in range(rank) if axis not in over and axis not in of_batch)
+        orders.append((*of_batch, *stays, *over) if stays_first else (*of_batch, *over, *stays))
+    return orders[0], orders[1]
+
+
+def product_copies(equation: Equation, program: Program) -> tuple[bool, bool]:
+    """Which of a product's operands are copied into that order. Rows and columns may change places without."""
+    _, batch = equation.params["dimension_numbers"]
+    copies = []
+    for order, of_batch in zip(product_orders(equation, program), batch, strict=True):
+        first = len(of_batch)
+        matrices_only = order[:first] == tuple(range(first)) and len(order) == first + 2
+        copies.append(not matrices_only and order != tuple(range(len(order))))
+    return copies[0], copies[1]

@@ -15,6 +15,8 @@ from remat_opt.compilers.equations import (
     is_half,
     is_matrix_transpose,
     multiplies_only,
+    product_copies,
+    product_orders,
 )
 from remat_opt.graph.build import (
     aliases_of,
@@ -259,8 +261,8 @@ class Reader:
         ops: list[Op] = []
         is_conv = equation.primitive is P.conv_general_dilated_p
         numbers = equation.params["dimension_numbers"]
-        transposed = cpu_conv_copies(numbers) if is_conv else (False, False)
-        specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)) if is_conv else ((), ())
+        transposed = cpu_conv_copies(numbers) if is_conv else product_copies(equation, self.program)
+        specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)) if is_conv else product_orders(equation, self.program)
         for operand, is_transposed, spec in zip(equation.inputs, transposed, specs, strict=False):
             if isinstance(operand, Constant) or operand in self.constants:
                 continue
@@ -274,7 +276,7 @@ class Reader:
                 ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="copy"))
             buffer = self.buffer(operand)
             inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
-            op = dataclasses.replace(op, inputs=inputs, workspace=op.workspace - is_transposed * self.sizes[operand])
+            op = dataclasses.replace(op, inputs=inputs, workspace=op.workspace - is_conv * is_transposed * self.sizes[operand])
         (result,) = op.outputs
         if not is_half(self.program.avals[result]):
             return [*ops, op]
