@@ -222,4 +222,6 @@ def _is_plain_product(equation: Equation, avals: Sequence[Any]) -> bool:
         return False
     rows = math.prod(left.shape[len(batch) : -1])
     columns = math.prod(right.shape[len(batch) + 1 :])
-    return min(rows, columns) > 1 and max(rows, columns, left.shape[-1]) >= _FEWEST_FACTORS and result.dtype != jnp.float16
+    return (
+        min(rows, columns) > 1 and max(rows, columns, left.shape[-1]) >= _FEWEST_FACTORS and result.dtype != jnp.float16
+    )

@@ -12,7 +12,7 @@ from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, named
 
 _DIVISIONS = named("div rem")
-PRODUCTS = named("mul square")
+SUMS = named("add add_jaxvals")
 RESHAPING = named("reshape squeeze broadcast_in_dim")
 BIASES = named("add sub")
 WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")

@@ -20,9 +20,8 @@ from remat_opt.graph.graph import Kind, Op
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, named
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
 
-_SUMS = named("add add_jaxvals")
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 
 
@@ -35,7 +34,6 @@ class GpuReader(Reader):
         self.merged: dict[int, Merged] = {}  # products that are one, by equation
         self.members: dict[int, Op] = {}  # by equation
         self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts
-        self.scatters: dict[int, Op] = {}  # what is scattered into a sum, by the scatter's result
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
 
     def prepare(self) -> None:
@@ -48,11 +46,9 @@ class GpuReader(Reader):
             return self.merge(index)
         if equation.primitive is P.select_and_scatter_add_p:
             return self.pooled_backwards(equation)
-        if equation.primitive in _SUMS and not self.scatters.keys().isdisjoint(equation.inputs):
-            return self.scatter_into(equation)
         if self.is_done_by_product(equation):
             return []
-        return self.ops_of(equation)
+        return super().ops_at(index, equation)
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         (op, *more) = super().ops_of(equation)
@@ -133,8 +129,7 @@ class GpuReader(Reader):
         scatter = dataclasses.replace(
             op, inputs=(*self.behind([source][source in self.constants :]), found), outputs=(), workspace=0
         )
-        readers = self.readers.get(result, [])
-        if not is_padded and len(readers) == 1 and readers[0].primitive in _SUMS and result not in self.program.outputs:
+        if not is_padded and self.is_only_summed(result):
             self.scatters[result] = scatter
             return ops
         key = (aval.shape, aval.dtype)
@@ -150,22 +145,6 @@ class GpuReader(Reader):
         else:
             self.same[result] = (zeros, token)
         return ops
-
-    def scatter_into(self, equation: Equation) -> Sequence[Op]:
-        """A sum with what a scatter makes: it scatters into the other summand."""
-        scattered = next(x for x in self.variables(equation) if x in self.scatters)
-        scatter = self.scatters.pop(scattered)
-        others = [x for x in self.variables(equation) if x != scattered]
-        (result,) = equation.outputs
-        if not others:
-            return [dataclasses.replace(scatter, outputs=(result,))]
-        (other,) = others
-        given = self.behind([other])
-        if len(self.readers[other]) == 1 and given[0] not in self.program.inputs:
-            token = self.new(0)
-            self.same[result] = (given[0], token)
-            return [dataclasses.replace(scatter, inputs=(*scatter.inputs, *given), outputs=(token,))]
-        return [dataclasses.replace(scatter, inputs=(*scatter.inputs, *given), outputs=(result,))]
 
     def share_zeros(self) -> None:
         """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
@@ -261,10 +240,6 @@ class GpuReader(Reader):
             return None
         whole = [x for x in self.variables(equation) if self.spread(x, equation.outputs[0]) is None]
         return whole[0] if len(whole) == 1 else None
-
-    def variables(self, equation: Equation) -> list[int]:
-        """Operands that are no constants."""
-        return list(dict.fromkeys(x for x in equation.inputs if isinstance(x, int) and x not in self.constants))
 
     def spread(self, value: int, result: int) -> int | None:
         """For an operand that is one row, a bias or a scale, and is broadcast over all rows of the result, that row."""

@@ -103,7 +103,9 @@ def _in_results(
     found: list[int] = []
     for index in sorted(range(len(size)), key=lambda index: (-size[index], birth[index])):
         for bytes_there, taken in reversed(results):
-            if bytes_there >= size[index] > 0 and all(death[index] < first or last < birth[index] for first, last in taken):
+            if bytes_there >= size[index] > 0 and all(
+                death[index] < first or last < birth[index] for first, last in taken
+            ):
                 taken.append((birth[index], death[index]))
                 found.append(index)
                 break

@@ -11,6 +11,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers.cpu_library import by_library
 from remat_opt.compilers.equations import (
     RESHAPING,
+    SUMS,
     is_dear,
     is_half,
     is_matrix_transpose,
@@ -33,6 +34,7 @@ from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.masks import is_zero
 from remat_opt.program.primitives import CONTRACTION, REDUCTION
 
 # A TPU's compiler writes a concatenation of up to four arrays as the maximum of padded ones, which is elementwise.
@@ -60,6 +62,7 @@ class Reader:
                 self.readers.setdefault(value, []).append(equation)
         self.copies: dict[tuple, int] = {}  # values that are made once for all readers
         self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
+        self.scatters: dict[int, Op] = {}  # what is scattered into a sum, by the scatter's result
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
@@ -96,7 +99,54 @@ class Reader:
 
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         """What an equation adds where it stands."""
-        return self.ops_of(equation)
+        if equation.primitive in SUMS and not self.scatters.keys().isdisjoint(equation.inputs):
+            return self.scatter_into(equation)
+        ops = self.ops_of(equation)
+        if equation.primitive is P.scatter_add_p and self.platform != "tpu" and self.is_scattered_into_sum(equation):
+            (op,) = ops
+            self.scatters[equation.outputs[0]] = dataclasses.replace(op, outputs=())
+            return []
+        return ops
+
+    def is_scattered_into_sum(self, equation: Equation) -> bool:
+        """Whether a scatter is into zeros, and another array is added to that: compilers scatter into the array."""
+        zeros = equation.inputs[0]
+        if not isinstance(zeros, Constant) and zeros not in self.constants:
+            return False
+        maker = self.producer.get(zeros) if isinstance(zeros, int) else None
+        number = maker.inputs[0] if maker is not None and len(maker.inputs) == 1 else zeros
+        return is_zero(number) and self.is_only_summed(equation.outputs[0])
+
+    def is_only_summed(self, value: int) -> bool:
+        """Whether a sum with another array of its shape is all that is made of a value."""
+        readers = self.readers.get(value, [])
+        if len(readers) != 1 or readers[0].primitive not in SUMS or value in self.program.outputs:
+            return False
+        summands = self.variables(readers[0])
+        return all(self.program.avals[x].shape == self.program.avals[value].shape for x in summands)
+
+    def scatter_into(self, equation: Equation) -> Sequence[Op]:
+        """A sum with what a scatter makes: it scatters into the other summand."""
+        scattered = next(x for x in self.variables(equation) if x in self.scatters)
+        scatter = self.scatters.pop(scattered)
+        others = [x for x in self.variables(equation) if x != scattered]
+        (result,) = equation.outputs
+        if not others:
+            return [dataclasses.replace(scatter, outputs=(result,))]
+        (other,) = others
+        ops: list[Op] = []
+        if other in self.scatters:  # which is into zeros after all
+            ops.append(dataclasses.replace(self.scatters.pop(other), outputs=(other,)))
+        given = self.behind([other])
+        made = result
+        if len(self.readers[other]) == 1 and given[0] not in self.program.inputs:
+            made = self.new(0)
+            self.same[result] = (given[0], made)
+        return [*ops, dataclasses.replace(scatter, inputs=(*scatter.inputs, *given), outputs=(made,))]
+
+    def variables(self, equation: Equation) -> list[int]:
+        """Operands that are no constants."""
+        return list(dict.fromkeys(x for x in equation.inputs if isinstance(x, int) and x not in self.constants))
 
     def finish(self) -> None:
         """What a compiler does with ops that are there."""
@@ -262,7 +312,9 @@ class Reader:
         is_conv = equation.primitive is P.conv_general_dilated_p
         numbers = equation.params["dimension_numbers"]
         transposed = cpu_conv_copies(numbers) if is_conv else product_copies(equation, self.program)
-        specs = (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)) if is_conv else product_orders(equation, self.program)
+        specs = (
+            (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)) if is_conv else product_orders(equation, self.program)
+        )
         for operand, is_transposed, spec in zip(equation.inputs, transposed, specs, strict=False):
             if isinstance(operand, Constant) or operand in self.constants:
                 continue
@@ -276,7 +328,9 @@ class Reader:
                 ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="copy"))
             buffer = self.buffer(operand)
             inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
-            op = dataclasses.replace(op, inputs=inputs, workspace=op.workspace - is_conv * is_transposed * self.sizes[operand])
+            op = dataclasses.replace(
+                op, inputs=inputs, workspace=op.workspace - is_conv * is_transposed * self.sizes[operand]
+            )
         (result,) = op.outputs
         if not is_half(self.program.avals[result]):
             return [*ops, op]
