@@ -58,7 +58,8 @@ class GpuReader(Reader):
             result = self.program.avals[equation.outputs[0]]
             partial = partial_products(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
-            return self.in_parts(dataclasses.replace(op, of_views=bool(partial) or not is_plain), partial, result.size)
+            op = dataclasses.replace(op, of_views=bool(partial) or not is_plain, makes_views=len(result.shape) > 2)
+            return self.in_parts(op, partial, result.size)
         if equation.primitive is P.conv_general_dilated_p:
             return self.padded(equation, op)
         if equation.primitive in WINDOWED:  # a loop like others, into which its operand is fused

@@ -82,9 +82,15 @@ def allocated_by(graph: Graph, platform: str, *, gaps_twice: bool = False) -> in
     return allocation.size + gaps_twice * allocation.gaps
 
 
-def _parts_of_tuples(graph: Graph) -> frozenset[int]:
-    """Results of convolutions, which a GPU's library returns together with its scratch memory."""
-    return frozenset(value for op in graph.ops if op.name == P.conv_general_dilated_p.name for value in op.outputs)
+def _not_read_directly(graph: Graph) -> frozenset[int]:
+    """What a kernel of a GPU reads through another instruction: results of convolutions, which the library returns
+    together with its scratch memory, and those of products of more than matrices, which are given their shape later."""
+    return frozenset(
+        value
+        for op in graph.ops
+        if op.makes_views or op.name == P.conv_general_dilated_p.name
+        for value in op.outputs
+    )
 
 
 def shared_places(graph: Graph, *, with_direct_operands: bool = False) -> dict[int, int]:
@@ -95,9 +101,10 @@ def shared_places(graph: Graph, *, with_direct_operands: bool = False) -> dict[i
         graph: kernels in their order.
         with_direct_operands: XLA shares places with direct operands only (`heap_simulator.cc`). What a convolution or
             a barrier returns a kernel does not read from there, but from an instruction that takes a tuple apart.
+            What a product of more than matrices makes it gives another shape first.
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
-    kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if with_direct_operands else ())}
+    kept = {*graph.inputs, *graph.outputs, *(_not_read_directly(graph) if with_direct_operands else ())}
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE:
