@@ -102,11 +102,24 @@ class Reader:
         if equation.primitive in SUMS and not self.scatters.keys().isdisjoint(equation.inputs):
             return self.scatter_into(equation)
         ops = self.ops_of(equation)
-        if equation.primitive is P.scatter_add_p and self.platform != "tpu" and self.is_scattered_into_sum(equation):
-            (op,) = ops
+        if equation.primitive is not P.scatter_add_p or self.platform == "tpu":
+            return ops
+        (op,) = ops
+        if self.is_scattered_into_sum(equation):
             self.scatters[equation.outputs[0]] = dataclasses.replace(op, outputs=())
             return []
-        return ops
+        return [self.into(equation.inputs[0], op)]
+
+    def into(self, array: int | Constant, op: Op) -> Op:
+        """An op that changes elements of an array, where it lies if nobody else reads that."""
+        if isinstance(array, Constant) or array in self.constants or len(self.readers[array]) > 1:
+            return op
+        place = self.buffer(array)
+        if place in self.program.inputs:
+            return op
+        token = self.new(0)
+        self.same[op.outputs[0]] = (place, token)
+        return dataclasses.replace(op, outputs=(token,))
 
     def is_scattered_into_sum(self, equation: Equation) -> bool:
         """Whether a scatter is into zeros, and another array is added to that: compilers scatter into the array."""
@@ -137,12 +150,8 @@ class Reader:
         ops: list[Op] = []
         if other in self.scatters:  # which is into zeros after all
             ops.append(dataclasses.replace(self.scatters.pop(other), outputs=(other,)))
-        given = self.behind([other])
-        made = result
-        if len(self.readers[other]) == 1 and given[0] not in self.program.inputs:
-            made = self.new(0)
-            self.same[result] = (given[0], made)
-        return [*ops, dataclasses.replace(scatter, inputs=(*scatter.inputs, *given), outputs=(made,))]
+        into_it = dataclasses.replace(scatter, inputs=(*scatter.inputs, *self.behind([other])), outputs=(result,))
+        return [*ops, self.into(other, into_it)]
 
     def variables(self, equation: Equation) -> list[int]:
         """Operands that are no constants."""

@@ -11,7 +11,9 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
+from jax.extend.core import primitives as P
 
 from remat_opt.graph.build import Bridge
 from remat_opt.graph.cpu_pins import cpu_pins
@@ -22,8 +24,11 @@ from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, scope_of
+from remat_opt.program.masks import is_zero
 from remat_opt.program.platforms import GPUS
 from remat_opt.program.slices import Slice, at_once
+
+_INTO_ZEROS = frozenset({P.scatter_add_p})
 
 
 def write(
@@ -160,9 +165,19 @@ class _Writer:
         self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any], *, again: bool = False
     ) -> list[Any]:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
+        if self.bridge.platform != "tpu" and equation.primitive in _INTO_ZEROS and self.is_zeros(equation.inputs[0]):
+            inputs[0], inputs[2] = zeros_after(inputs[0], inputs[2])
         scope = scope_of(self.program, equation) if again else None
         with compat.equation_context(equation.source_info, equation.context, scope):
             return compat.bind_equation(equation.primitive, equation.params, inputs)
+
+    def is_zeros(self, atom: int | Constant) -> bool:
+        """Whether an operand is an array of zeros, written in the program."""
+        made = None if isinstance(atom, Constant) else self.bridge.on_demand.get(atom)
+        if made is None:
+            return False
+        equation = self.program.equations[made]
+        return len(equation.inputs) == 1 and is_zero(equation.inputs[0])
 
     def read(self, atom: int | Constant, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:
         if isinstance(atom, Constant):
@@ -262,3 +277,14 @@ class _Writer:
                 behind.add(max(reads, key=lambda value: graph.sizes[value]))
             behind.update(graph.ops[op].outputs)
         return self.gathered - behind
+
+
+def zeros_after(zeros: Any, wanted: Any) -> tuple[Any, Any]:
+    """Zeros that are made when something else is there. (A compiler makes all zeros of a program in one kernel, at its
+    beginning, and they are kept until what is added to them is computed.)
+
+    Returns:
+        The zeros, and what was waited for.
+    """
+    zero, wanted = lax.optimization_barrier((jnp.zeros((), zeros.dtype), wanted))
+    return lax.broadcast(zero, zeros.shape), wanted
