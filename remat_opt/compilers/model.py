@@ -86,10 +86,7 @@ def _not_read_directly(graph: Graph) -> frozenset[int]:
     """What a kernel of a GPU reads through another instruction: results of convolutions, which the library returns
     together with its scratch memory, and those of products of more than matrices, which are given their shape later."""
     return frozenset(
-        value
-        for op in graph.ops
-        if op.makes_views or op.name == P.conv_general_dilated_p.name
-        for value in op.outputs
+        value for op in graph.ops if op.makes_views or op.name == P.conv_general_dilated_p.name for value in op.outputs
     )
 
 

@@ -11,7 +11,6 @@ from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as P
 
@@ -27,8 +26,7 @@ from remat_opt.program.inline import Constant, Equation, scope_of
 from remat_opt.program.masks import is_zero
 from remat_opt.program.platforms import GPUS
 from remat_opt.program.slices import Slice, at_once
-
-_INTO_ZEROS = frozenset({P.scatter_add_p})
+from remat_opt.write.zeros import loop_with_late_stacks, may_wait, zeros_after
 
 
 def write(
@@ -70,6 +68,8 @@ class _Writer:
         self.together = dict(bridge.program.together)
         self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
         self.is_for_gpu = bridge.platform in GPUS
+        # Of several devices each type says more than shape and numbers, and a TPU's compiler keeps the order written.
+        self.zeros_are_late = bridge.platform != "tpu" and bridge.program.marks is None
         self.updated = self.written_over() if self.is_for_gpu else frozenset()
 
     def written_over(self) -> frozenset[int]:
@@ -165,10 +165,13 @@ class _Writer:
         self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any], *, again: bool = False
     ) -> list[Any]:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
-        if self.bridge.platform != "tpu" and equation.primitive in _INTO_ZEROS and self.is_zeros(equation.inputs[0]):
-            inputs[0], inputs[2] = zeros_after(inputs[0], inputs[2])
+        if self.zeros_are_late and equation.primitive is P.scatter_add_p and self.is_zeros(equation.inputs[0]):
+            aval = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype)
+            (inputs[0],), inputs[2] = zeros_after([aval], inputs[2])
         scope = scope_of(self.program, equation) if again else None
         with compat.equation_context(equation.source_info, equation.context, scope):
+            if self.is_for_gpu and self.zeros_are_late and equation.primitive is P.scan_p and may_wait(equation):
+                return loop_with_late_stacks(equation.params, inputs)
             return compat.bind_equation(equation.primitive, equation.params, inputs)
 
     def is_zeros(self, atom: int | Constant) -> bool:
@@ -277,14 +280,3 @@ class _Writer:
                 behind.add(max(reads, key=lambda value: graph.sizes[value]))
             behind.update(graph.ops[op].outputs)
         return self.gathered - behind
-
-
-def zeros_after(zeros: Any, wanted: Any) -> tuple[Any, Any]:
-    """Zeros that are made when something else is there. (A compiler makes all zeros of a program in one kernel, at its
-    beginning, and they are kept until what is added to them is computed.)
-
-    Returns:
-        The zeros, and what was waited for.
-    """
-    zero, wanted = lax.optimization_barrier((jnp.zeros((), zeros.dtype), wanted))
-    return lax.broadcast(zero, zeros.shape), wanted
