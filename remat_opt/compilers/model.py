@@ -106,7 +106,7 @@ def shared_places(graph: Graph, *, with_direct_operands: bool = False) -> dict[i
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE:
             continue
-        behind = held_by(graph, op) if with_direct_operands else ()
+        behind = held_by(graph, op)
         free = [v for v in op.inputs if last[v] == index and v not in kept and v not in behind]
         for value in op.outputs:
             fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from remat_opt.graph.graph import Graph
+from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Lives, simulate
 from remat_opt.graph.schedule import save_everything
 
@@ -61,7 +61,7 @@ def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
     """One chunk for each buffer, those that share a place as one, and one for each kernel's workspace."""
     lives = simulate(graph, save_everything(graph)).lives
     place: dict[int, int] = {}  # of a value, the index of its chunk
-    size, birth, death = [], [], []
+    size, birth, death, latest = [], [], [], []
     columns = (lives.value.tolist(), lives.size.tolist(), lives.birth.tolist(), lives.death.tolist())
     for value, of_value, first, last in zip(*columns, strict=True):
         if not of_value:
@@ -69,12 +69,14 @@ def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
         if shared.get(value) in place:
             index = place[value] = place[shared[value]]
             death[index] = max(death[index], last)
+            latest[index] = value
             continue
         place[value] = len(size)
         size.append(of_value)
         birth.append(first)
         death.append(last)
-    for index in _in_results(graph, lives, size, birth, death):
+        latest.append(value)
+    for index in _in_results(graph, lives, size, birth, death, latest):
         size[index] = 0
     for position, op in enumerate(graph.ops):
         space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
@@ -86,30 +88,63 @@ def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
 
 
 def _in_results(
-    graph: Graph, lives: Lives, size: Sequence[int], birth: Sequence[int], death: Sequence[int]
+    graph: Graph,
+    lives: Lives,
+    size: Sequence[int],
+    birth: Sequence[int],
+    death: Sequence[int],
+    latest: Sequence[int],
 ) -> list[int]:
-    """Which chunks lie in the places of results."""
-    last_read = dict(zip(lives.value[: len(graph.inputs)].tolist(), lives.death.tolist(), strict=False))
-    given = {output: argument for argument, output in graph.aliases}
-    results: list[tuple[int, list[tuple[int, int]]]] = []  # bytes, and when something lies there
-    for value in graph.outputs:
-        made = graph.producer[value]
-        if made >= 0 and value not in graph.held:
-            taken = [(made, len(graph.ops))]
-            if value in given:
-                taken.append((0, last_read[given[value]]))
-            results.append((graph.sizes[value], taken))
-    results.sort(key=lambda result: -result[0])
+    """Which chunks lie in the places of results; `latest` has the value that is the last to lie in each chunk."""
+    results = _places_of_results(graph, lives)
     found: list[int] = []
     for index in sorted(range(len(size)), key=lambda index: (-size[index], birth[index])):
-        for bytes_there, taken in reversed(results):
-            if bytes_there >= size[index] > 0 and all(
-                death[index] < first or last < birth[index] for first, last in taken
-            ):
-                taken.append((birth[index], death[index]))
+        for result in reversed(results):
+            if result.size < size[index] or not size[index]:
+                continue
+            written_over = death[index] == result.made and latest[index] in result.may_be_written_over
+            until = death[index] - written_over
+            if all(until < first or last < birth[index] for first, last in result.taken):
+                result.taken.append((birth[index], until))
                 found.append(index)
                 break
     return found
+
+
+@dataclasses.dataclass
+class _Place:
+    """That of a result.
+
+    Attributes:
+        size: in bytes.
+        made: when the result is made.
+        may_be_written_over: operands over which the result may be written.
+        taken: when something lies there, first and last positions.
+    """
+
+    size: int
+    made: int
+    may_be_written_over: frozenset[int]
+    taken: list[tuple[int, int]]
+
+
+def _places_of_results(graph: Graph, lives: Lives) -> list[_Place]:
+    """The largest first."""
+    last_read = dict(zip(lives.value[: len(graph.inputs)].tolist(), lives.death.tolist(), strict=False))
+    given = {output: argument for argument, output in graph.aliases}
+    places = []
+    for value in graph.outputs:
+        made = graph.producer[value]
+        if made < 0 or value in graph.held:
+            continue
+        op, size = graph.ops[made], graph.sizes[value]
+        is_loop = op.kind is Kind.ELEMENTWISE
+        fitting = frozenset(operand for operand in op.inputs if is_loop and graph.sizes[operand] == size)
+        taken = [(made, len(graph.ops))]
+        if value in given:
+            taken.append((0, last_read[given[value]]))
+        places.append(_Place(size, made, fitting, taken))
+    return sorted(places, key=lambda place: -place.size)
 
 
 def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> Chunks:

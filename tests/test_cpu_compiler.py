@@ -1,0 +1,133 @@
+"""What XLA's CPU compiler makes of a program: our model against the compiler itself, each rule on its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt import optimize
+from remat_opt.compilers.model import compiled
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph
+from remat_opt.program.inline import inline
+from remat_opt.targets import measure_flat
+
+RATES = Rates(bandwidth=1e10, flops={"float32": 1e11})
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
+    return compiled(inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False), RATES, platform="cpu")
+
+
+def names(graph: Graph) -> list[str]:
+    return [op.name for op in graph.ops]
+
+
+@pytest.mark.parametrize(
+    ("fun", "kernels"),
+    [
+        (lambda x: jnp.tanh(x - x.max(1, keepdims=True)).sum(1), ["reduce_sum"]),  # all in one
+        (lambda x: jnp.where(x > 0, x, 0.1).sum(1), ["select_n", "reduce_sum"]),  # the library has no choice
+        (lambda x: (jnp.exp(x).sum(1), jnp.exp(x[:8])), ["reduce_sum", "exp"]),
+        (lambda x: (lambda y: (y.sum(1), y))(jnp.tanh(x)), ["tanh", "reduce_sum"]),  # a kernel has one result
+        (lambda x: (x - x.max(1, keepdims=True)) @ jnp.ones((128, 64)), ["dot_general"]),  # products, too
+    ],
+)
+def test_the_library_reduces_with_the_arithmetic_around(fun: Callable, kernels: list[str]) -> None:
+    assert names(graph_of(fun, array(512, 128))) == kernels
+
+
+def test_the_library_leaves_small_arrays_to_loops() -> None:
+    """Below 4,096 elements what is made of a sum is a kernel of its own."""
+    fun = lambda x: jnp.tanh(x.sum(0))  # noqa: E731
+    assert names(graph_of(fun, array(64, 32))) == ["reduce_sum", "tanh"]
+    assert names(graph_of(fun, array(2, 4096))) == ["tanh"]
+
+
+def test_what_is_spread_over_an_array_for_library_and_loop_is_an_array() -> None:
+    def shared(x: jax.Array, y: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (x * scale).sum(1), y * scale
+
+    graph = graph_of(shared, array(512, 128), array(512, 128), array(1, 128))
+    assert [graph.sizes[op.outputs[0]] for op in graph.ops if op.name == "broadcast"] == [4 * 512 * 128]
+    alone = graph_of(lambda x, scale: (x * scale).sum(1), array(512, 128), array(1, 128))
+    assert names(alone) == ["reduce_sum"]
+
+
+def normalised_chain(params: list[dict[str, jax.Array]], x: jax.Array) -> Any:
+    """Layers with normalisation, with an update of each."""
+
+    def loss(params: list[dict[str, jax.Array]]) -> jax.Array:
+        hidden = x
+        for layer in params:
+            centred = hidden - hidden.mean(1, keepdims=True)
+            normal = centred * (jax.lax.rsqrt((centred**2).mean(1, keepdims=True) + 1e-6) * layer["scale"])
+            hidden = hidden + jnp.tanh(normal @ layer["weight"])
+        return (hidden**2).mean()
+
+    gradients = jax.grad(loss)(params)
+    return jax.tree.map(lambda value, gradient: value - 0.1 * gradient, params, gradients)
+
+
+def large_layers(weights: list[jax.Array], x: jax.Array) -> Any:
+    """Weights that are larger than activations."""
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        hidden = x
+        for weight in weights:
+            hidden = jnp.tanh(hidden @ weight)
+        return (hidden**2).mean()
+
+    gradients = jax.grad(loss)(weights)
+    return [weight - 0.1 * gradient for weight, gradient in zip(weights, gradients, strict=True)]
+
+
+def attention(weight: jax.Array, x: jax.Array) -> Any:
+    """Products over more than matrices."""
+
+    def loss(weight: jax.Array) -> jax.Array:
+        queries = jnp.einsum("bsd,dhe->bshe", x, weight)
+        scores = jax.nn.softmax(jnp.einsum("bqhe,bkhe->bhqk", queries, queries))
+        return (jnp.einsum("bhqk,bkhe->bqhe", scores, queries) ** 2).mean()
+
+    return weight - 0.1 * jax.grad(loss)(weight)
+
+
+def words(table: jax.Array, read: jax.Array) -> Any:
+    """A table that is gathered from, and multiplied by: its gradient is scattered into a product."""
+
+    def loss(table: jax.Array) -> jax.Array:
+        logits = table[read] @ table.T
+        return -jnp.take_along_axis(jax.nn.log_softmax(logits), read[..., None], -1).mean()
+
+    return table - 0.1 * jax.grad(loss)(table)
+
+
+def layers(count: int, width: int) -> list[dict[str, jax.ShapeDtypeStruct]]:
+    return [{"scale": array(1, width), "weight": array(width, width)} for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("step", "args"),
+    [
+        (normalised_chain, (layers(6, 128), array(2048, 128))),
+        (large_layers, ([array(1024, 1024)] * 5, array(256, 1024))),
+        (attention, (array(64, 4, 16), array(4, 128, 64))),
+        (words, (array(2000, 64), jax.ShapeDtypeStruct((8, 64), jnp.int32))),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("donated", [(), (0,)], ids=["kept", "donated"])
+def test_the_plain_step_needs_what_is_foreseen(step: Callable, args: tuple, donated: tuple[int, ...]) -> None:
+    foreseen = optimize(step, target="cpu", donate_argnums=donated).prepare(*args).as_given
+    leaves, tree = jax.tree.flatten(args)
+    count = len(jax.tree.leaves(args[0]))
+    flat = lambda *leaves: jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))  # noqa: E731
+    figures = measure_flat(flat, leaves, donated=tuple(range(count)) if donated else (), target="cpu")
+    assert foreseen == pytest.approx(figures.temp_bytes, rel=0.03)
