@@ -120,7 +120,12 @@ def test_a_reader_that_an_update_does_not_depend_on_gets_a_copy_of_the_donated_a
     copied = with_copies_of_donated(graph)
     assert copied.sizes == (8, 1, 8, 1, 8)
     read_and_made = [(op.inputs, op.outputs) for op in copied.ops]
-    assert read_and_made == [((0,), (4,)), ((4,), (1,)), ((4, 1), (2,)), ((4,), (3,))]  # so that value 0's place is free
+    assert read_and_made == [
+        ((0,), (4,)),
+        ((4,), (1,)),
+        ((4, 1), (2,)),
+        ((4,), (3,)),
+    ]  # so that value 0's place is free
     copied = with_copies_of_donated(graph, by_all=False)
     assert [(op.inputs, op.outputs) for op in copied.ops] == [((0,), (1,)), ((0, 1), (2,)), ((0,), (4,)), ((4,), (3,))]
     assert with_copies_of_donated(Graph((8, 1, 8), ops[:2], (0,), (2,), ((0, 2),), fused=True)).ops == ops[:2]

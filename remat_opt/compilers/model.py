@@ -15,7 +15,7 @@ from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.packing import pack
-from remat_opt.compilers.reader import Reader
+from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
@@ -49,7 +49,7 @@ def compiled(
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
     if platform == "cpu":
-        graph = fuse_loops(unfused).graph
+        graph = without_mere_views(fuse_loops(unfused).graph)
     elif isinstance(reader, GpuReader):
         graph = fuse_by_cost(unfused, reader.work, rates.bandwidth).graph
     elif platform == "tpu":
@@ -104,7 +104,7 @@ def shared_places(graph: Graph, *, with_direct_operands: bool = False) -> dict[i
     kept = {*graph.inputs, *graph.outputs, *(_not_read_directly(graph) if with_direct_operands else ())}
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
-        if op.kind is not Kind.ELEMENTWISE:
+        if op.kind is not Kind.ELEMENTWISE or op.of_views:
             continue
         behind = held_by(graph, op)
         free = [v for v in op.inputs if last[v] == index and v not in kept and v not in behind]
@@ -127,6 +127,20 @@ def sharing_places(graph: Graph, *, with_direct_operands: bool = False) -> Graph
         if taken:
             ops[index] = dataclasses.replace(op, workspace=op.workspace - taken)
     return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def without_mere_views(graph: Graph) -> Graph:
+    """A graph of kernels without those that only give a buffer another shape: who reads them reads the buffer."""
+    instead: dict[int, int] = {}
+    ops = []
+    for op in graph.ops:
+        arrays = [value for value in op.inputs if graph.sizes[value]]
+        if op.name == VIEW and not op.flops and [graph.sizes[one] for one in arrays] == [graph.sizes[op.outputs[0]]]:
+            instead[op.outputs[0]] = instead.get(arrays[0], arrays[0])
+        else:
+            inputs = tuple(dict.fromkeys(instead.get(value, value) for value in op.inputs))
+            ops.append(dataclasses.replace(op, inputs=inputs))
+    return dataclasses.replace(graph, ops=tuple(ops)) if instead else graph
 
 
 def with_copies_of_donated(graph: Graph, *, by_all: bool = True) -> Graph:

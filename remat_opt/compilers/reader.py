@@ -35,8 +35,9 @@ from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import CONTRACTION, REDUCTION
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION
 
+VIEW = "view"  # ops of this name give an array another shape, with the arithmetic that is fused into them
 # A TPU's compiler writes a concatenation of up to four arrays as the maximum of padded ones, which is elementwise.
 MOST_JOINED = 4
 
@@ -328,13 +329,16 @@ class Reader:
             if isinstance(operand, Constant) or operand in self.constants:
                 continue
             halved = is_half(self.program.avals[operand])
-            if not is_transposed and not halved:
+            is_view = not is_conv and not is_transposed and self.is_computed_as_view(operand)
+            if not is_transposed and not halved and not is_view:
                 continue
             key = (operand, spec if is_transposed else ())
             if key not in self.copies:
                 self.copies[key] = len(self.sizes)
                 self.sizes.append(self.sizes[operand] * (2 if halved else 1))
-                ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="copy"))
+                made, given = (self.copies[key],), self.behind([operand])
+                name = VIEW if is_view and not halved else "copy"
+                ops.append(Op(given, made, kind=Kind.ELEMENTWISE, name=name, of_views=not halved))
             buffer = self.buffer(operand)
             inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
             op = dataclasses.replace(
@@ -346,6 +350,13 @@ class Reader:
         self.sizes.append(2 * self.sizes[result])
         exact = dataclasses.replace(op, outputs=(len(self.sizes) - 1,))
         return [*ops, exact, Op(exact.outputs, (result,), kind=Kind.ELEMENTWISE, name="round", dear=True)]
+
+    def is_computed_as_view(self, operand: int) -> bool:
+        """Whether a product's operand is an array of more than two dimensions that loops compute, which they do as the
+        matrix that the product reads, beside the array as others read it."""
+        maker = self.producer.get(operand)
+        is_loop = maker is not None and maker.primitive in ELEMENTWISE and maker.primitive not in MOVES
+        return is_loop and len(self.program.avals[operand].shape) > 2
 
     def by_windows(self, equation: Equation, op: Op) -> Sequence[Op]:
         """A max-pool's backward as the CPU's compiler expands it: arrays of each element's indices, a reduction of
