@@ -141,22 +141,31 @@ def test_an_elementwise_kernel_writes_over_an_operand_that_dies(kind: Kind, size
 
 
 @pytest.mark.parametrize(
-    "ops",
+    ("ops", "peaks"),
     [
-        (Op((), (0,), name="conv_general_dilated"), Op((0,), (1,), kind=Kind.ELEMENTWISE), Op((1,), (2,))),
         (
-            Op((), (0,)),
-            Op((0,), (3,), kind=Kind.BARRIER),
-            Op((0, 3), (1,), kind=Kind.ELEMENTWISE),
-            Op((1,), (2,)),
+            (Op((), (0,), name="conv_general_dilated"), Op((0,), (1,), kind=Kind.ELEMENTWISE), Op((1,), (2,))),
+            {"cuda": 16, "cpu": 8, "tpu": 8},
+        ),
+        (
+            (Op((), (0,), makes_views=True), Op((0,), (1,), kind=Kind.ELEMENTWISE), Op((1,), (2,))),
+            {"cuda": 16, "cpu": 8, "tpu": 8},
+        ),
+        (
+            (
+                Op((), (0,)),
+                Op((0,), (3,), kind=Kind.BARRIER),
+                Op((0, 3), (1,), kind=Kind.ELEMENTWISE),
+                Op((1,), (2,)),
+            ),
+            {"cuda": 16, "cpu": 16, "tpu": 8},
         ),
     ],
-    ids=["of a convolution", "from behind a barrier"],
+    ids=["of a convolution", "of another shape", "from behind a barrier"],
 )
-def test_a_gpus_kernel_does_not_write_over_what_comes_out_of_a_tuple(ops: tuple[Op, ...]) -> None:
+def test_a_kernel_writes_over_what_it_reads_directly(ops: tuple[Op, ...], peaks: dict[str, int]) -> None:
     graph = Graph((8, 8, 0, 0), ops, outputs=(2,), fused=True)
-    assert peak_of(sharing_places(graph)) == 8
-    assert peak_of(sharing_places(graph, with_direct_operands=True)) == 16
+    assert {platform: peak_of(sharing_places(graph, platform)) for platform in peaks} == peaks
 
 
 def test_a_product_with_few_tiles_is_split_over_the_multiprocessors() -> None:

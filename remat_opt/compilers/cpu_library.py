@@ -149,8 +149,8 @@ class _Regions:
                 continue
             read += instead.values()
             for x in self.equations[part].inputs:
-                if self.key_of(part, x) not in instead and isinstance(x, int) and x not in self.constants:
-                    read += self.behind([x])
+                if self.key_of(part, x) not in instead:
+                    read += self.buffers_of(x)
         return tuple(value for value in dict.fromkeys(read) if value not in made)
 
     def is_for_library(self, index: int) -> bool:
@@ -188,7 +188,11 @@ class _Regions:
             return {}
         aval = self.program.avals[equation.outputs[0]]
         keys = {key: x for x in equation.inputs if (key := self.key_of(index, x)) is not None}
-        return {key: (self.behind([x]) if _is_value(key) else (), aval) for key, x in keys.items()}
+        return {key: (self.buffers_of(x), aval) for key, x in keys.items()}
+
+    def buffers_of(self, x: int | Constant) -> tuple[int, ...]:
+        """What an operand is read from; nothing for a constant."""
+        return () if isinstance(x, Constant) or x in self.constants else self.behind([x])
 
     def key_of(self, index: int, x: int | Constant) -> Hashable | None:
         """What tells apart arrays over which something smaller is spread; None for what is not."""
@@ -205,10 +209,6 @@ class _Regions:
             return float(x.value) if jnp.ndim(x.value) == 0 else None
         maker = self.program.equations[self.constants[x]]
         return self.number(maker.inputs[0]) if maker.primitive in _OF_ANY_SIZE and maker.inputs else None
-
-
-def _is_value(key: Hashable) -> bool:
-    return isinstance(key, tuple) and key[0] == "value"
 
 
 def _is_plain_product(equation: Equation, avals: Sequence[Any]) -> bool:

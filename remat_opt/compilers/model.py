@@ -58,7 +58,7 @@ def compiled(
         graph = fuse(unfused, by_kernels=True).graph
     order = ordering.order_of(graph, platform, saving_memory)
     ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
-    graph = sharing_places(ordered, with_direct_operands=platform in GPUS)
+    graph = sharing_places(ordered, platform)
     if platform == "tpu" and graph.ops:
         return tpu.on_chip(graph, reader.accumulated(), bandwidth=rates.bandwidth)
     return graph
@@ -77,7 +77,7 @@ def allocated_by(graph: Graph, platform: str, *, gaps_twice: bool = False) -> in
         platform: of the target.
         gaps_twice: whether the compiler reports its allocation and what lies idle in it (`targets/figures.py`).
     """
-    shared = shared_places(graph, with_direct_operands=platform in GPUS)
+    shared = shared_places(graph, platform)
     allocation = pack(graph, shared, only_longest_first=platform == "tpu")
     return allocation.size + gaps_twice * allocation.gaps
 
@@ -90,23 +90,24 @@ def _not_read_directly(graph: Graph) -> frozenset[int]:
     )
 
 
-def shared_places(graph: Graph, *, with_direct_operands: bool = False) -> dict[int, int]:
+def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
     """For what elementwise kernels write over an operand of their result's size that nobody reads after them: that
     operand.
 
     Args:
         graph: kernels in their order.
-        with_direct_operands: XLA shares places with direct operands only (`heap_simulator.cc`). What a convolution or
-            a barrier returns a kernel does not read from there, but from an instruction that takes a tuple apart.
-            What a product of more than matrices makes it gives another shape first.
+        platform: whose compiler. XLA shares places with direct operands only (`heap_simulator.cc`). What a barrier
+            returns a kernel does not read from there, but from an instruction that takes a tuple apart; on a GPU so
+            does what reads a convolution's result. What a product of more than matrices makes there gets another
+            shape first.
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
-    kept = {*graph.inputs, *graph.outputs, *(_not_read_directly(graph) if with_direct_operands else ())}
+    kept = {*graph.inputs, *graph.outputs, *(_not_read_directly(graph) if platform in GPUS else ())}
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE or op.of_views:
             continue
-        behind = held_by(graph, op)
+        behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
         free = [v for v in op.inputs if last[v] == index and v not in kept and v not in behind]
         for value in op.outputs:
             fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]
@@ -116,12 +117,12 @@ def shared_places(graph: Graph, *, with_direct_operands: bool = False) -> dict[i
     return found
 
 
-def sharing_places(graph: Graph, *, with_direct_operands: bool = False) -> Graph:
+def sharing_places(graph: Graph, platform: str = "") -> Graph:
     """A graph whose kernels write over operands (`shared_places`, with the same arguments).
 
     Such a result is counted as a buffer of its own; that of the operand is taken off while the kernel runs.
     """
-    shared, ops = shared_places(graph, with_direct_operands=with_direct_operands), list(graph.ops)
+    shared, ops = shared_places(graph, platform), list(graph.ops)
     for index, op in enumerate(ops):
         taken = sum(graph.sizes[value] for value in op.outputs if value in shared)
         if taken:
