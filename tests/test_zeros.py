@@ -37,14 +37,15 @@ def inputs(length: int) -> tuple:
     return tuple(jnp.asarray(rng.normal(size=shape).astype(np.float32)) for shape in shapes)
 
 
+@pytest.mark.parametrize("awaited", [(0,), (1, 3)])
 @pytest.mark.parametrize("reverse", [False, True])
-def test_a_loop_with_late_stacks_gives_the_same(reverse: bool) -> None:
+def test_a_loop_with_late_stacks_gives_the_same(reverse: bool, awaited: tuple[int, ...]) -> None:
     run, given = loop(reverse), inputs(80)
     closed = jax.make_jaxpr(run)(*given)
     (equation,) = closed.eqns
     values = dict(zip(closed.jaxpr.invars, given, strict=True))
     operands = [atom.val if isinstance(atom, core.Literal) else values[atom] for atom in equation.invars]
-    found = jax.jit(lambda *operands: loop_with_late_stacks(equation.params, operands))(*operands)
+    found = jax.jit(lambda *operands: loop_with_late_stacks(equation.params, operands, awaited))(*operands)
     for one, other in zip(found, jax.tree.leaves(jax.jit(run)(*given)), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(one, other)
@@ -128,5 +129,4 @@ def test_devices_that_share_a_step_and_tpus_make_zeros_as_they_are_written() -> 
             if equation.primitive is core.primitives.scan_p
         ]
 
-    assert max(scans("v5e")) > 0
-    assert not max(scans("h200"))
+    assert scans("v5e").count(0) < scans("h200").count(0)

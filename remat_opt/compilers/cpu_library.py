@@ -13,7 +13,9 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.graph import Kind, Op
@@ -203,10 +205,11 @@ class _Regions:
         given = self.program.avals[x]
         return ("value", self.behind([x]), given.shape, aval.shape) if given.size < aval.size else None
 
-    def number(self, x: int | Constant) -> float | None:
+    def number(self, x: int | Constant) -> complex | None:
         """The number that a constant has in all its elements, where that is known."""
         if isinstance(x, Constant):
-            return float(x.value) if jnp.ndim(x.value) == 0 else None
+            is_number = not jnp.issubdtype(x.aval.dtype, jax.dtypes.extended) and not x.aval.shape
+            return np.asarray(x.value).item() if is_number else None
         maker = self.program.equations[self.constants[x]]
         return self.number(maker.inputs[0]) if maker.primitive in _OF_ANY_SIZE and maker.inputs else None
 

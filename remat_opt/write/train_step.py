@@ -170,9 +170,16 @@ class _Writer:
             (inputs[0],), inputs[2] = zeros_after([aval], inputs[2])
         scope = scope_of(self.program, equation) if again else None
         with compat.equation_context(equation.source_info, equation.context, scope):
-            if self.is_for_gpu and self.zeros_are_late and equation.primitive is P.scan_p and may_wait(equation):
-                return loop_with_late_stacks(equation.params, inputs)
+            if equation.primitive is P.scan_p and (awaited := self.awaited_by(equation)):
+                return loop_with_late_stacks(equation.params, inputs, awaited)
             return compat.bind_equation(equation.primitive, equation.params, inputs)
+
+    def awaited_by(self, equation: Equation) -> range:
+        """Operands of a loop that its stacks are to wait for: what it starts from, and what it goes through."""
+        if not self.is_for_gpu or not self.zeros_are_late or not may_wait(equation):
+            return range(0)
+        constants, _ = compat.scan_counts(equation.params)
+        return range(constants, len(equation.inputs))
 
     def is_zeros(self, atom: int | Constant) -> bool:
         """Whether an operand is an array of zeros, written in the program."""

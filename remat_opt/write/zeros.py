@@ -51,17 +51,20 @@ def stacks_of(params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((params["length"], *aval.shape), aval.dtype) for aval in made]
 
 
-def loop_with_late_stacks(params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
-    """A `scan` whose stacks are made when what it starts from is there: they are carried from step to step.
+def loop_with_late_stacks(params: dict[str, Any], inputs: Sequence[Any], awaited: Sequence[int]) -> list[Any]:
+    """A `scan` whose stacks are made when what it reads is there: they are carried from step to step.
 
     Args:
         params: of the equation.
         inputs: constants, first carries and arrays to go through.
+        awaited: which of the inputs are waited for.
     """
     constants, carries = compat.scan_counts(params)
+    inputs = list(inputs)
+    stacks, behind = zeros_after(stacks_of(params), [inputs[index] for index in awaited])
+    for index, one in zip(awaited, behind, strict=True):
+        inputs[index] = one
     fixed, first, arrays = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
-    stacks, wanted = zeros_after(stacks_of(params), [*first, *arrays])
-    first, arrays = wanted[:carries], wanted[carries:]
     step_of = extend_core.jaxpr_as_fun(params["jaxpr"])
     length, is_reversed = params["length"], params["reverse"]
 
