@@ -58,11 +58,11 @@ class GpuReader(Reader):
             result = self.program.avals[equation.outputs[0]]
             partial = partial_products(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
-            op = dataclasses.replace(op, of_views=bool(partial) or not is_plain, makes_views=len(result.shape) > 2)
+            op = dataclasses.replace(op, of_views=bool(partial) or not is_plain)
             return self.in_parts(op, partial, result.size)
         if equation.primitive is P.conv_general_dilated_p:
             return self.padded(equation, op)
-        if equation.primitive in WINDOWED:  # a loop like others, into which its operand is fused
+        if equation.primitive in WINDOWED or equation.primitive is P.gather_p:  # loops, with their operands in them
             return [dataclasses.replace(op, kind=Kind.REDUCTION)]
         if draws_by_arithmetic(equation, self.program):
             return [dataclasses.replace(op, kind=Kind.ELEMENTWISE)]

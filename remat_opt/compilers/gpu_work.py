@@ -60,7 +60,7 @@ def work_of(equation: Equation, program: Program) -> Work:
     return Work(_cycles(equation, result) * result.size, blocks, uses)
 
 
-_PARTS = named("broadcast_in_dim slice dynamic_slice")
+_PARTS = named("broadcast_in_dim slice dynamic_slice gather")
 
 
 def _cycles(equation: Equation, result: Any) -> float:

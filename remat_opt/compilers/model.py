@@ -82,12 +82,9 @@ def allocated_by(graph: Graph, platform: str, *, gaps_twice: bool = False) -> in
     return allocation.size + gaps_twice * allocation.gaps
 
 
-def _not_read_directly(graph: Graph) -> frozenset[int]:
-    """What a kernel of a GPU reads through another instruction: results of convolutions, which the library returns
-    together with its scratch memory, and those of products of more than matrices, which are given their shape later."""
-    return frozenset(
-        value for op in graph.ops if op.makes_views or op.name == P.conv_general_dilated_p.name for value in op.outputs
-    )
+def _parts_of_tuples(graph: Graph) -> frozenset[int]:
+    """Results of convolutions, which a GPU's library returns together with its scratch memory."""
+    return frozenset(value for op in graph.ops if op.name == P.conv_general_dilated_p.name for value in op.outputs)
 
 
 def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
@@ -98,14 +95,13 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         graph: kernels in their order.
         platform: whose compiler. XLA shares places with direct operands only (`heap_simulator.cc`). What a barrier
             returns a kernel does not read from there, but from an instruction that takes a tuple apart; on a GPU so
-            does what reads a convolution's result. What a product of more than matrices makes there gets another
-            shape first.
+            does what reads a convolution's result.
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
-    kept = {*graph.inputs, *graph.outputs, *(_not_read_directly(graph) if platform in GPUS else ())}
+    kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
-        if op.kind is not Kind.ELEMENTWISE or op.of_views:
+        if op.kind is not Kind.ELEMENTWISE or op.of_views or op.changed_later:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
         free = [v for v in op.inputs if last[v] == index and v not in kept and v not in behind]

@@ -63,6 +63,7 @@ class Reader:
                 self.readers.setdefault(value, []).append(equation)
         self.copies: dict[tuple, int] = {}  # values that are made once for all readers
         self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
+        self.changed: set[int] = set()  # buffers that an op changes where they lie
         self.scatters: dict[int, Op] = {}  # what is scattered into a sum, by the scatter's result
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
@@ -82,6 +83,7 @@ class Reader:
                 self.ops += ops
                 self.equations += [equation] * len(ops)
         self.finish()
+        self.mark_changed()
         aliases = {output: given for given, output in aliases_of(program, donated, self.constants)}
         outputs = dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in self.constants)
         return Graph(
@@ -120,6 +122,7 @@ class Reader:
             return op
         token = self.new(0)
         self.same[op.outputs[0]] = (place, token)
+        self.changed.add(place)
         return dataclasses.replace(op, outputs=(token,))
 
     def is_scattered_into_sum(self, equation: Equation) -> bool:
@@ -300,6 +303,7 @@ class Reader:
                 continue
             if self.buffer(first) not in given and self.sizes[self.buffer(first)] == self.sizes[last]:
                 self.same[last] = (self.buffer(first), token)
+                self.changed.add(self.buffer(first))
                 kept.remove(last)
         return dataclasses.replace(op, outputs=(*kept, token))
 
@@ -402,6 +406,12 @@ class Reader:
         order = sorted(range(len(self.ops)), key=rank.__getitem__)
         self.ops = [self.ops[index] for index in order]
         self.equations = [self.equations[index] for index in order]
+
+    def mark_changed(self) -> None:
+        """Say of ops that their results are changed later."""
+        for index, op in enumerate(self.ops):
+            if op.outputs and not self.changed.isdisjoint(op.outputs):
+                self.ops[index] = dataclasses.replace(op, changed_later=True)
 
     def drop_unread_transposes(self) -> None:
         """Leave out transposes of matrices that products read as they lie."""

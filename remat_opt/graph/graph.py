@@ -44,7 +44,7 @@ class Op:
         dear_of: of a kernel, operands that it does dear arithmetic on and reads beside that, too.
         of_buffers: its operands are buffers although its kind does not ask for that.
         of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
-        makes_views: its results are read as arrays of other shapes than those in which it makes them.
+        changed_later: its result is changed afterwards where it lies, and so gets a place of its own.
     """
 
     inputs: tuple[int, ...]
@@ -59,7 +59,7 @@ class Op:
     dear_of: tuple[int, ...] = ()
     of_buffers: bool = False
     of_views: bool = False
-    makes_views: bool = False
+    changed_later: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
