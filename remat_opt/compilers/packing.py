@@ -12,6 +12,7 @@ was read for the last time.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Mapping, Sequence
 
@@ -97,11 +98,10 @@ def _in_results(
 ) -> list[int]:
     """Which chunks lie in the places of results; `latest` has the value that is the last to lie in each chunk."""
     results = _places_of_results(graph, lives)
+    sizes = [result.size for result in results]
     found: list[int] = []
     for index in sorted(range(len(size)), key=lambda index: (-size[index], birth[index])):
-        for result in reversed(results):
-            if result.size < size[index] or not size[index]:
-                continue
+        for result in results[bisect.bisect_left(sizes, size[index]) :]:
             written_over = death[index] == result.made and latest[index] in result.may_be_written_over
             until = death[index] - written_over
             if all(until < first or last < birth[index] for first, last in result.taken):
@@ -129,7 +129,7 @@ class _Place:
 
 
 def _places_of_results(graph: Graph, lives: Lives) -> list[_Place]:
-    """The largest first."""
+    """Those that are free at times, the smallest first, of equal ones the last."""
     last_read = dict(zip(lives.value[: len(graph.inputs)].tolist(), lives.death.tolist(), strict=False))
     given = {output: argument for argument, output in graph.aliases}
     places = []
@@ -143,8 +143,10 @@ def _places_of_results(graph: Graph, lives: Lives) -> list[_Place]:
         taken = [(made, len(graph.ops))]
         if value in given:
             taken.append((0, last_read[given[value]]))
+            if taken[-1][1] >= made:
+                continue
         places.append(_Place(size, made, fitting, taken))
-    return sorted(places, key=lambda place: -place.size)
+    return sorted(reversed(places), key=lambda place: place.size)
 
 
 def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> Chunks:
