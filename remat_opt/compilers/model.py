@@ -14,7 +14,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
-from remat_opt.compilers.packing import pack
+from remat_opt.compilers.packing import lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
@@ -58,6 +58,8 @@ def compiled(
         graph = fuse(unfused, by_kernels=True).graph
     order = ordering.order_of(graph, platform, saving_memory)
     ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+    if platform == "cpu" or platform in GPUS:
+        ordered = without_what_lies_in_results(ordered, platform)
     graph = sharing_places(ordered, platform)
     if platform == "tpu" and graph.ops:
         return tpu.on_chip(graph, reader.accumulated(), bandwidth=rates.bandwidth)
@@ -124,6 +126,13 @@ def sharing_places(graph: Graph, platform: str = "") -> Graph:
         if taken:
             ops[index] = dataclasses.replace(op, workspace=op.workspace - taken)
     return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def without_what_lies_in_results(graph: Graph, platform: str) -> Graph:
+    """A graph of kernels in their order in which the places of results are no memory, whatever lies there."""
+    inside = lying_in_results(graph, shared_places(graph, platform))
+    sizes = tuple(0 if value in inside else size for value, size in enumerate(graph.sizes))
+    return dataclasses.replace(graph, sizes=sizes) if inside else graph
 
 
 def without_mere_views(graph: Graph) -> Graph:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -60,25 +60,7 @@ def pack(graph: Graph, shared: Mapping[int, int], *, only_longest_first: bool) -
 
 def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
     """One chunk for each buffer, those that share a place as one, and one for each kernel's workspace."""
-    lives = simulate(graph, save_everything(graph)).lives
-    place: dict[int, int] = {}  # of a value, the index of its chunk
-    size, birth, death, latest = [], [], [], []
-    columns = (lives.value.tolist(), lives.size.tolist(), lives.birth.tolist(), lives.death.tolist())
-    for value, of_value, first, last in zip(*columns, strict=True):
-        if not of_value:
-            continue
-        if shared.get(value) in place:
-            index = place[value] = place[shared[value]]
-            death[index] = max(death[index], last)
-            latest[index] = value
-            continue
-        place[value] = len(size)
-        size.append(of_value)
-        birth.append(first)
-        death.append(last)
-        latest.append(value)
-    for index in _in_results(graph, lives, size, birth, death, latest):
-        size[index] = 0
+    size, birth, death, _ = _buffers(graph, simulate(graph, save_everything(graph)).lives, shared)
     for position, op in enumerate(graph.ops):
         space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
         if space > 0:
@@ -88,27 +70,50 @@ def _chunks(graph: Graph, shared: Mapping[int, int]) -> Chunks:
     return _in_events(np.array(size, dtype=np.int64), np.array(birth, dtype=np.int64), np.array(death, dtype=np.int64))
 
 
-def _in_results(
-    graph: Graph,
-    lives: Lives,
-    size: Sequence[int],
-    birth: Sequence[int],
-    death: Sequence[int],
-    latest: Sequence[int],
-) -> list[int]:
-    """Which chunks lie in the places of results; `latest` has the value that is the last to lie in each chunk."""
+def _buffers(
+    graph: Graph, lives: Lives, shared: Mapping[int, int]
+) -> tuple[list[int], list[int], list[int], list[list[int]]]:
+    """Bytes, first and last position, and the values of each buffer, those that share a place as one."""
+    place: dict[int, int] = {}  # of a value, the index of its buffer
+    size, birth, death, values = [], [], [], []
+    columns = (lives.value.tolist(), lives.size.tolist(), lives.birth.tolist(), lives.death.tolist())
+    for value, of_value, first, last in zip(*columns, strict=True):
+        if not of_value:
+            continue
+        if shared.get(value) in place:
+            index = place[value] = place[shared[value]]
+            death[index] = max(death[index], last)
+            values[index].append(value)
+            continue
+        place[value] = len(size)
+        size.append(of_value)
+        birth.append(first)
+        death.append(last)
+        values.append([value])
+    return size, birth, death, values
+
+
+def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> frozenset[int]:
+    """Values that lie in the places of results.
+
+    Args:
+        graph: kernels in their order.
+        shared: for a value that takes an operand's place that operand.
+    """
+    lives = simulate(graph, save_everything(graph)).lives
     results = _places_of_results(graph, lives)
     sizes = [result.size for result in results]
-    found: list[int] = []
+    size, birth, death, values = _buffers(graph, lives, shared)
+    found: set[int] = set()
     for index in sorted(range(len(size)), key=lambda index: (-size[index], birth[index])):
         for result in results[bisect.bisect_left(sizes, size[index]) :]:
-            written_over = death[index] == result.made and latest[index] in result.may_be_written_over
+            written_over = death[index] == result.made and values[index][-1] in result.may_be_written_over
             until = death[index] - written_over
             if all(until < first or last < birth[index] for first, last in result.taken):
                 result.taken.append((birth[index], until))
-                found.append(index)
+                found.update(values[index])
                 break
-    return found
+    return frozenset(found)
 
 
 @dataclasses.dataclass
@@ -146,7 +151,8 @@ def _places_of_results(graph: Graph, lives: Lives) -> list[_Place]:
             if taken[-1][1] >= made:
                 continue
         places.append(_Place(size, made, fitting, taken))
-    return sorted(reversed(places), key=lambda place: place.size)
+    places.reverse()
+    return sorted(places, key=lambda place: place.size)
 
 
 def _in_events(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> Chunks:
