@@ -41,11 +41,13 @@ class Work:
         cycles: of arithmetic.
         blocks: in which the kernel is divided where this is its result.
         uses: how often each element of an operand is read, or which part of it; once where nothing is said.
+        used: which part of what memory gives is used, where neighbours in the result are none in the operand.
     """
 
     cycles: float
     blocks: float
     uses: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    used: float = 1.0
 
 
 def fuse_by_cost(graph: Graph, work: Mapping[int, Work], bandwidth: float) -> Fusion:
@@ -74,6 +76,7 @@ class _Kernels:
         self.cycles: list[float] = []
         self.blocks: list[float] = []
         self.written: list[int] = []
+        self.used: list[float] = []
         for op in graph.ops:
             made = sum(graph.sizes[value] for value in op.outputs)
             own = work.get(op.outputs[0]) if op.outputs else None
@@ -82,6 +85,7 @@ class _Kernels:
             self.cycles.append(own.cycles)
             self.blocks.append(max(own.blocks, 1.0))
             self.written.append(made)
+            self.used.append(own.used)
         self.users: list[set[int]] = [set(users) for users in graph.users]
         self.copied: set[int] = set()  # buffers that only products read: kernels compute them again
         self.gains: dict[int, dict[int, float]] = {}  # by op and reader: seconds saved in that reader
@@ -132,9 +136,9 @@ class _Kernels:
             return False
         return index in self.viewed or (not self.is_stored[op.outputs[0]] and bool(self.users[op.outputs[0]]))
 
-    def seconds(self, cycles: float, reads: Mapping[int, float], blocks: float, written: int) -> float:
+    def seconds(self, cycles: float, reads: Mapping[int, float], blocks: float, written: int, used: float) -> float:
         """Of a kernel, without its start."""
-        fast = min(self.bandwidth, blocks * _BLOCK_BANDWIDTH)
+        fast = min(self.bandwidth * used, blocks * _BLOCK_BANDWIDTH)
         moved = 0.0
         for value, uses in reads.items():
             size = self.sizes[value]
@@ -148,7 +152,7 @@ class _Kernels:
         return computed + moved - _HIDDEN * min(computed, moved)
 
     def alone(self, op: int) -> float:
-        return self.seconds(self.cycles[op], self.reads[op], self.blocks[op], self.written[op])
+        return self.seconds(self.cycles[op], self.reads[op], self.blocks[op], self.written[op], self.used[op])
 
     def together(self, op: int, user: int) -> dict[int, float]:
         """What a reader reads when it computes an op's value itself."""
@@ -164,13 +168,14 @@ class _Kernels:
         if len(reads) + len(self.graph.ops[user].outputs) > max(MOST_BUFFERS, len(self.reads[user]) + 1):
             return float("-inf")
         cycles = self.cycles[user] + self.reads[user][self.made(op)] * self.cycles[op]
-        return self.alone(user) - self.seconds(cycles, reads, self.blocks[user], self.written[user])
+        used = min(self.used[op], self.used[user])
+        return self.alone(user) - self.seconds(cycles, reads, self.blocks[user], self.written[user], used)
 
     def weigh(self, op: int) -> None:
         """Queue an op by what is saved."""
         total = _START + self.alone(op) + sum(self.gains[op].values())
         if op in self.viewed:
-            again = self.seconds(self.cycles[op], self.reads[op], self.blocks[op], 0)
+            again = self.seconds(self.cycles[op], self.reads[op], self.blocks[op], 0, self.used[op])
             total -= again * (len(self.users[self.made(op)]) - len(self.gains[op]))
         self.total[op] = total
         if total >= 0:
@@ -184,6 +189,7 @@ class _Kernels:
         for user in readers:
             self.cycles[user] += self.reads[user][value] * self.cycles[op]
             self.reads[user] = self.together(op, user)
+            self.used[user] = min(self.used[op], self.used[user])
         for operand in self.reads[op]:
             if op not in self.viewed:
                 self.users[operand].discard(op)

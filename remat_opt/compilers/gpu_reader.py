@@ -8,11 +8,18 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import BIASES, WINDOWED, draws_by_arithmetic
+from remat_opt.compilers.equations import (
+    BIASES,
+    WINDOWED,
+    can_be_read,
+    draws_by_arithmetic,
+    is_written_by_product,
+    product_orders,
+)
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_products import Merged, merged_products
-from remat_opt.compilers.gpu_work import BLOCK, work_of
+from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
 from remat_opt.compilers.reader import Reader
 from remat_opt.graph.build import bytes_of, op_of, workspace_of
 from remat_opt.graph.cost import Rates
@@ -58,14 +65,16 @@ class GpuReader(Reader):
             result = self.program.avals[equation.outputs[0]]
             partial = partial_products(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
-            op = dataclasses.replace(op, of_views=bool(partial) or not is_plain)
-            return self.in_parts(op, partial, result.size)
+            copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=bool(partial) or not is_plain))
+            return [*copies, *self.in_parts(op, partial, result.size)]
         if equation.primitive is P.conv_general_dilated_p:
             return self.padded(equation, op)
         if equation.primitive in WINDOWED or equation.primitive is P.gather_p:  # loops, with their operands in them
             return [dataclasses.replace(op, kind=Kind.REDUCTION)]
         if draws_by_arithmetic(equation, self.program):
             return [dataclasses.replace(op, kind=Kind.ELEMENTWISE)]
+        if equation.primitive is P.rev_p:  # neighbours in the result are none in the operand
+            return [dataclasses.replace(op, of_views=True)]
         return [op, *more]
 
     def finish(self) -> None:
@@ -80,6 +89,48 @@ class GpuReader(Reader):
         values = [self.transposed.get(value, value) for value in op.inputs]
         sources = [source for value in values for source in self.sources_in_product(value)]
         return dataclasses.replace(op, inputs=self.behind(sources))
+
+    def copied_for(self, equation: Equation, op: Op) -> tuple[list[Op], Op]:
+        """Copies of a product's operands that lie otherwise than it can read them, and the product that reads those."""
+        copies: list[Op] = []
+        numbers = equation.params["dimension_numbers"]
+        orders = product_orders(equation, self.program)
+        for operand, order, summed, batch in zip(equation.inputs, orders, *numbers, strict=True):
+            if isinstance(operand, Constant) or self.buffer(operand) not in op.inputs:
+                continue
+            lies = self.order_of(operand)
+            if lies is None or can_be_read(lies, summed, batch):
+                continue
+            key = (operand, order)
+            if key not in self.copies:
+                made = self.copies[key] = self.new(self.sizes[operand])
+                self.work[made] = copy_of(self.program.avals[operand], lies, order)
+                copies.append(Op(self.behind([operand]), (made,), kind=Kind.ELEMENTWISE, name="copy", of_views=True))
+            buffer = self.buffer(operand)
+            op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
+        return copies, op
+
+    def order_of(self, value: int) -> tuple[int, ...] | None:
+        """The dimensions of elementwise work on a transposed product, in the order in which they lie in memory, where
+        that is another than their own and the product cannot write it: all that is made of it lies as the product."""
+        shape, start = self.program.avals[value].shape, value
+        while (equation := self.producer.get(value)) is not None and value not in self.constants:
+            if equation.primitive is P.transpose_p:
+                (given,) = equation.inputs
+                permutation = equation.params["permutation"]
+                maker = self.producer.get(given) if isinstance(given, int) else None
+                is_product = maker is not None and maker.primitive is P.dot_general_p
+                if not is_product or value == start or is_written_by_product(maker, permutation):
+                    return None
+                return tuple(permutation.index(axis) for axis in range(len(shape)))
+            if equation.primitive is compat.barrier_p:
+                value = equation.inputs[equation.outputs.index(value)]
+                continue
+            alike = [x for x in self.variables(equation) if self.program.avals[x].shape == shape]
+            if equation.primitive not in ELEMENTWISE or not alike:
+                return None
+            value = alike[0]
+        return None
 
     def is_done_by_product(self, equation: Equation) -> bool:
         """Whether work on the result of a product, that nobody else reads, is done where the product writes it."""

@@ -38,6 +38,7 @@ _USUAL_CYCLES = 3.0
 # Elements that a thread block computes of an elementwise result: 128 threads, 4 each. Rows that one computes of a
 # reduction of long rows, columns of one over columns; more elements than that are reduced in two steps.
 BLOCK, _ROW_THREADS, _COLUMNS, _MOST_ROWS, _MOST_COLUMNS = 512, 256, 32, 4096, 16384
+_SECTOR = 32  # bytes
 
 
 def work_of(equation: Equation, program: Program) -> Work:
@@ -61,6 +62,13 @@ def work_of(equation: Equation, program: Program) -> Work:
 
 
 _PARTS = named("broadcast_in_dim slice dynamic_slice gather")
+
+
+def copy_of(aval: Any, lies: tuple[int, ...], order: tuple[int, ...]) -> Work:
+    """What a copy does that changes the order in which an array's dimensions lie. Neighbours in the result are read
+    from as far apart as the dimensions behind theirs are large, and memory gives 32 bytes at a time."""
+    apart = math.prod(aval.shape[axis] for axis in lies[lies.index(order[-1]) + 1 :])
+    return Work(0.0, aval.size / BLOCK, used=1 / min(max(apart, 1), _SECTOR // aval.dtype.itemsize))
 
 
 def _cycles(equation: Equation, result: Any) -> float:

@@ -14,6 +14,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
+from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.graph import ordering
@@ -51,7 +52,7 @@ def compiled(
     if platform == "cpu":
         graph = without_mere_views(fuse_loops(unfused).graph)
     elif isinstance(reader, GpuReader):
-        graph = fuse_by_cost(unfused, reader.work, rates.bandwidth).graph
+        graph = join_siblings(fuse_by_cost(unfused, reader.work, rates.bandwidth).graph)
     elif platform == "tpu":
         graph = reader.in_tiles(fuse(reader.in_tiles(unfused, narrow=False), by_kernels=True).graph)
     else:
