@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from remat_opt.graph.derive import early_order
+from remat_opt.graph.fusion import held_by
 from remat_opt.graph.graph import Graph, Kind
 
 
@@ -53,7 +54,11 @@ def greedy(graph: Graph) -> tuple[int, ...]:
     given = set(graph.inputs)
     reads = [[v for v in dict.fromkeys(op.inputs) if v not in given] for op in graph.ops]
     made = [sum(graph.sizes[value] for value in op.outputs) + op.workspace for op in graph.ops]
-    fan_out = [len({user for value in op.outputs for user in graph.users[value]}) for op in graph.ops]
+    behind_barriers = [held_by(graph, op) for op in graph.ops]  # which are no users of what they read there
+    fan_out = [
+        len({user for value in op.outputs for user in graph.users[value] if value not in behind_barriers[user]})
+        for op in graph.ops
+    ]
     missing = [len(values) for values in reads]
 
     def gain(op: int) -> int:
