@@ -17,6 +17,7 @@ from remat_opt.compilers.equations import (
     product_orders,
 )
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
+from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
@@ -68,7 +69,7 @@ class GpuReader(Reader):
             copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=bool(partial) or not is_plain))
             return [*copies, *self.in_parts(op, partial, result.size)]
         if equation.primitive is P.conv_general_dilated_p:
-            return self.padded(equation, op)
+            return self.convolution(equation, op)
         if equation.primitive in WINDOWED or equation.primitive is P.gather_p:  # loops, with their operands in them
             return [dataclasses.replace(op, kind=Kind.REDUCTION)]
         if draws_by_arithmetic(equation, self.program):
@@ -242,28 +243,32 @@ class GpuReader(Reader):
     def with_buffers(self, work: Work) -> Work:
         return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
 
-    def padded(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A convolution; the library dilates an image as it reads it only for the gradient of a convolution,
-        which the compiler knows by the reversed kernel. Else the image is written dilated and padded."""
-        image, kernel = equation.inputs
-        is_dilated = max(equation.params["lhs_dilation"]) > 1
-        if isinstance(image, Constant) or isinstance(kernel, Constant) or image in self.constants or not is_dilated:
-            return [op]
-        maker = self.producer.get(kernel)
+    def convolution(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A convolution with the arrays that are written for it, which others that need the same read, too."""
+        kernel = self.producer.get(equation.inputs[1]) if isinstance(equation.inputs[1], int) else None
+        written = written_for(equation, self.program, is_reversed=kernel is not None and kernel.primitive is P.rev_p)
         numbers = equation.params["dimension_numbers"]
-        shape = list(self.program.avals[image].shape)
-        window = [self.program.avals[kernel].shape[axis] for axis in numbers.rhs_spec[2:]]
-        is_gradient = maker is not None and maker.primitive is P.rev_p
-        are_swapped = math.prod(window) > math.prod(shape[axis] for axis in numbers.lhs_spec[2:])
-        if max(window) == 1 or is_gradient or are_swapped:
-            return [op]
-        sides = zip(numbers.lhs_spec[2:], equation.params["lhs_dilation"], equation.params["padding"], strict=True)
-        for axis, dilation, padding in sides:
-            shape[axis] = (shape[axis] - 1) * dilation + 1 + sum(padding)
-        written = self.new(math.prod(shape) * compat.item_bytes(self.program.avals[image].dtype))
-        buffer = self.buffer(image)
-        pad = Op(self.behind([image]), (written,), kind=Kind.ELEMENTWISE, name="pad")
-        return [pad, dataclasses.replace(op, inputs=tuple(written if x == buffer else x for x in op.inputs))]
+        ops: list[Op] = []
+        specs = (numbers.lhs_spec[2:], written.image), (numbers.rhs_spec[2:], written.kernel)
+        for operand, (spatial, sides) in zip(equation.inputs, specs, strict=True):
+            if sides is None or isinstance(operand, Constant) or operand in self.constants:
+                continue
+            key = (operand, "padded", sides)
+            if key not in self.copies:
+                aval = self.program.avals[operand]
+                elements = padded_elements(aval.shape, spatial, sides)
+                self.copies[key] = self.new(elements * compat.item_bytes(aval.dtype))
+                ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="pad"))
+            buffer = self.buffer(operand)
+            op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
+        (result,) = op.outputs
+        aval = self.program.avals[result]
+        if written.elements == aval.size:
+            return [*ops, op]
+        whole = self.new(written.elements * compat.item_bytes(aval.dtype))
+        self.work[result] = Work(0.0, aval.size / BLOCK, {whole: aval.size / written.elements})
+        part = Op((whole,), (result,), kind=Kind.ELEMENTWISE, name="slice")
+        return [*ops, dataclasses.replace(op, outputs=(whole,)), part]
 
     def sources_in_product(self, value: int) -> Sequence[int]:
         """What a product reads for an operand. Work on one array, with constants and what is spread over it, it

@@ -1,14 +1,16 @@
 """In which order a compiler runs the kernels of a step that says only which depends on which.
 
 A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's CPU compiler takes the order in which most
-can run side by side, `breadth_first`, and `depth_first` where it is asked to save memory; its GPU compiler `greedy`.
-Their rules are those of XLA's `hlo_memory_scheduler.cc`; which is taken is what compiled steps show. A TPU's compiler
-keeps the program's order, with updates as early as they can be. Sizes are those of the graph, so that an order is only
-as true as they are.
+can run side by side, `breadth_first`, and `depth_first` where it is asked to save memory; its GPU compiler `greedy` or
+`depth_first`, whichever peaks lower. Their rules are those of XLA's `hlo_memory_scheduler.cc`; which is taken is what
+compiled steps show. (A third order, by operands alone, the GPU's compiler tries, too; in which order a kernel reads is
+not known here.) A TPU's compiler keeps the program's order, with updates as early as they can be. Sizes are those of
+the graph, so that an order is only as true as they are.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -16,6 +18,8 @@ from collections.abc import Callable, Sequence
 from remat_opt.graph.derive import early_order
 from remat_opt.graph.fusion import held_by
 from remat_opt.graph.graph import Graph, Kind
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import save_everything
 
 
 def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
@@ -23,8 +27,13 @@ def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...
     if platform == "cpu":
         return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform in ("cuda", "rocm"):
-        return greedy(graph)
+        return min((greedy(graph), depth_first(graph)), key=lambda order: _peak(graph, order))
     return early_order(graph)
+
+
+def _peak(graph: Graph, order: tuple[int, ...]) -> int:
+    ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+    return simulate(ordered, save_everything(ordered)).peak if graph.ops else 0
 
 
 def breadth_first(graph: Graph) -> tuple[int, ...]:
