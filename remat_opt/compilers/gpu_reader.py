@@ -43,6 +43,7 @@ class GpuReader(Reader):
         self.members: dict[int, Op] = {}  # by equation
         self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
+        self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
 
     def prepare(self) -> None:
         self.merged = {index: one for one in merged_products(self.program) for index in one.equations}
@@ -79,6 +80,7 @@ class GpuReader(Reader):
         return [op, *more]
 
     def finish(self) -> None:
+        self.make_changed_zeros()
         self.share_zeros()
         self.sort()
         self.fold_transposes()
@@ -132,6 +134,26 @@ class GpuReader(Reader):
                 return None
             value = alike[0]
         return None
+
+    def into(self, array: int | Constant, op: Op) -> Op:
+        """As of all platforms; into zeros of its own where there are none yet."""
+        is_constant = isinstance(array, Constant) or array in self.constants
+        if not is_constant or not is_zero(self.number_in(array)):
+            return super().into(array, op)
+        aval = self.program.avals[op.outputs[0]]
+        place, token = self.new(self.sizes[op.outputs[0]]), self.new(0)
+        self.changed_zeros.setdefault((aval.shape, aval.dtype), []).append(place)
+        self.same[op.outputs[0]] = (place, token)
+        self.changed.add(place)
+        return dataclasses.replace(op, inputs=(*op.inputs, place), outputs=(token,))
+
+    def make_changed_zeros(self) -> None:
+        """Make all zeros of one shape that scatters write into at once: the compiler sees one array of zeros, of which
+        each scatter changes a copy, and copies them as soon as it is there."""
+        for places in self.changed_zeros.values():
+            first = next(at for at, op in enumerate(self.ops) if places[0] in op.inputs)
+            self.ops.insert(first, Op((), tuple(places), name="zeros"))
+            self.equations.insert(first, self.equations[first])
 
     def is_done_by_product(self, equation: Equation) -> bool:
         """Whether work on the result of a product, that nobody else reads, is done where the product writes it."""

@@ -130,9 +130,12 @@ class Reader:
         zeros = equation.inputs[0]
         if not isinstance(zeros, Constant) and zeros not in self.constants:
             return False
-        maker = self.producer.get(zeros) if isinstance(zeros, int) else None
-        number = maker.inputs[0] if maker is not None and len(maker.inputs) == 1 else zeros
-        return is_zero(number) and self.is_only_summed(equation.outputs[0])
+        return is_zero(self.number_in(zeros)) and self.is_only_summed(equation.outputs[0])
+
+    def number_in(self, array: int | Constant) -> int | Constant:
+        """Of a constant the number that it is spread from, or itself."""
+        maker = self.producer.get(array) if isinstance(array, int) else None
+        return maker.inputs[0] if maker is not None and len(maker.inputs) == 1 else array
 
     def is_only_summed(self, value: int) -> bool:
         """Whether a sum with another array of its shape is all that is made of a value."""
