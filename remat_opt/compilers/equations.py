@@ -95,24 +95,3 @@ def product_copies(equation: Equation, program: Program) -> tuple[bool, bool]:
         matrices_only = order[:first] == tuple(range(first)) and len(order) == first + 2
         copies.append(not matrices_only and order != tuple(range(len(order))))
     return copies[0], copies[1]
-
-
-def can_be_read(lies: tuple[int, ...], summed: tuple[int, ...], batch: tuple[int, ...]) -> bool:
-    """Whether a product reads an operand as it lies: batch first, then rows and columns or columns and rows.
-
-    Args:
-        lies: its dimensions in the order in which they lie in memory.
-        summed: those that are summed over; in which order makes no difference.
-        batch: those of the batch.
-    """
-    stays = tuple(axis for axis in range(len(lies)) if axis not in summed and axis not in batch)
-    matrix = lies[len(batch) :]
-    ways = (matrix[: len(summed)], matrix[len(summed) :]), (matrix[len(stays) :], matrix[: len(stays)])
-    return lies[: len(batch)] == tuple(batch) and any(set(over) == set(summed) and kept == stays for over, kept in ways)
-
-
-def is_written_by_product(product: Equation, permutation: tuple[int, ...]) -> bool:
-    """Whether a product can write its transposed result: rows and columns change places, and are one dimension each."""
-    batch = len(product.params["dimension_numbers"][1][0])
-    rank = len(permutation)
-    return rank == batch + 2 and permutation == (*range(batch), rank - 1, rank - 2)

@@ -130,7 +130,7 @@ class _Kernels:
 
     def may_fuse(self, index: int) -> bool:
         op = self.graph.ops[index]
-        if op.kind is not Kind.ELEMENTWISE or len(op.outputs) != 1 or not op.repeatable:
+        if op.kind is not Kind.ELEMENTWISE or len(op.outputs) != 1 or not op.repeatable or op.changed_later:
             for value in op.outputs:
                 self.is_stored[value] = True
             return False

@@ -8,17 +8,11 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import (
-    BIASES,
-    WINDOWED,
-    can_be_read,
-    draws_by_arithmetic,
-    is_written_by_product,
-    product_orders,
-)
+from remat_opt.compilers.equations import BIASES, WINDOWED, draws_by_arithmetic
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
 from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
+from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
 from remat_opt.compilers.reader import Reader
@@ -45,6 +39,8 @@ class GpuReader(Reader):
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
         self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
 
+        self.orders = Orders(program, self.producer, self.readers, self.constants)
+
     def prepare(self) -> None:
         self.merged = {index: one for one in merged_products(self.program) for index in one.equations}
 
@@ -68,12 +64,19 @@ class GpuReader(Reader):
             partial = partial_products(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
             copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=bool(partial) or not is_plain))
+            if not partial and self.orders.is_read_otherwise(equation):
+                (made,) = op.outputs
+                as_written = self.new(self.sizes[made])
+                copies.append(dataclasses.replace(op, outputs=(as_written,)))
+                return [*copies, Op((as_written,), (made,), kind=Kind.REDUCTION, name="copy")]
             return [*copies, *self.in_parts(op, partial, result.size)]
         if equation.primitive is P.conv_general_dilated_p:
             return self.convolution(equation, op)
-        if equation.primitive in WINDOWED or equation.primitive is P.gather_p:  # loops, with their operands in them
+        if (
+            equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p
+        ):  # loops, with their operands in them
             return [dataclasses.replace(op, kind=Kind.REDUCTION)]
-        if draws_by_arithmetic(equation, self.program):
+        if equation.primitive is P.gather_p or draws_by_arithmetic(equation, self.program):
             return [dataclasses.replace(op, kind=Kind.ELEMENTWISE)]
         if equation.primitive is P.rev_p:  # neighbours in the result are none in the operand
             return [dataclasses.replace(op, of_views=True)]
@@ -96,56 +99,34 @@ class GpuReader(Reader):
     def copied_for(self, equation: Equation, op: Op) -> tuple[list[Op], Op]:
         """Copies of a product's operands that lie otherwise than it can read them, and the product that reads those."""
         copies: list[Op] = []
-        numbers = equation.params["dimension_numbers"]
-        orders = product_orders(equation, self.program)
-        for operand, order, summed, batch in zip(equation.inputs, orders, *numbers, strict=True):
-            if isinstance(operand, Constant) or self.buffer(operand) not in op.inputs:
+        for operand, lies, wanted in self.orders.copied_for(equation):
+            buffer = self.buffer(operand)
+            if buffer not in op.inputs:  # it reads what that is made of
                 continue
-            lies = self.order_of(operand)
-            if lies is None or can_be_read(lies, summed, batch):
-                continue
-            key = (operand, order)
+            key = (operand, wanted)
             if key not in self.copies:
                 made = self.copies[key] = self.new(self.sizes[operand])
-                self.work[made] = copy_of(self.program.avals[operand], lies, order)
+                self.work[made] = copy_of(self.program.avals[operand], lies, wanted)
                 copies.append(Op(self.behind([operand]), (made,), kind=Kind.ELEMENTWISE, name="copy", of_views=True))
-            buffer = self.buffer(operand)
             op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
         return copies, op
 
-    def order_of(self, value: int) -> tuple[int, ...] | None:
-        """The dimensions of elementwise work on a transposed product, in the order in which they lie in memory, where
-        that is another than their own and the product cannot write it: all that is made of it lies as the product."""
-        shape, start = self.program.avals[value].shape, value
-        while (equation := self.producer.get(value)) is not None and value not in self.constants:
-            if equation.primitive is P.transpose_p:
-                (given,) = equation.inputs
-                permutation = equation.params["permutation"]
-                maker = self.producer.get(given) if isinstance(given, int) else None
-                is_product = maker is not None and maker.primitive is P.dot_general_p
-                if not is_product or value == start or is_written_by_product(maker, permutation):
-                    return None
-                return tuple(permutation.index(axis) for axis in range(len(shape)))
-            if equation.primitive is compat.barrier_p:
-                value = equation.inputs[equation.outputs.index(value)]
-                continue
-            alike = [x for x in self.variables(equation) if self.program.avals[x].shape == shape]
-            if equation.primitive not in ELEMENTWISE or not alike:
-                return None
-            value = alike[0]
-        return None
-
     def into(self, array: int | Constant, op: Op) -> Op:
         """As of all platforms; into zeros of its own where there are none yet."""
+        (result,) = op.outputs
         is_constant = isinstance(array, Constant) or array in self.constants
-        if not is_constant or not is_zero(self.number_in(array)):
-            return super().into(array, op)
-        aval = self.program.avals[op.outputs[0]]
-        place, token = self.new(self.sizes[op.outputs[0]]), self.new(0)
-        self.changed_zeros.setdefault((aval.shape, aval.dtype), []).append(place)
-        self.same[op.outputs[0]] = (place, token)
-        self.changed.add(place)
-        return dataclasses.replace(op, inputs=(*op.inputs, place), outputs=(token,))
+        if is_constant and is_zero(self.number_in(array)):
+            aval = self.program.avals[result]
+            place, token = self.new(self.sizes[result]), self.new(0)
+            self.changed_zeros.setdefault((aval.shape, aval.dtype), []).append(place)
+            self.same[result] = (place, token)
+            self.changed.add(place)
+            op = dataclasses.replace(op, inputs=(*op.inputs, place), outputs=(token,))
+        else:
+            op = super().into(array, op)
+        if result in self.work:
+            self.work[op.outputs[0]] = self.work[result]
+        return op
 
     def make_changed_zeros(self) -> None:
         """Make all zeros of one shape that scatters write into at once: the compiler sees one array of zeros, of which

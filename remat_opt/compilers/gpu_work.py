@@ -57,6 +57,9 @@ def work_of(equation: Equation, program: Program) -> Work:
         window = math.prod(equation.params["window_dimensions"])
         uses = {x: max(1.0, window * result.size / max(aval.size, 1)) for x, aval in operands.items()}
         return Work(7.0 * window * result.size, blocks, uses)
+    if equation.primitive is P.scatter_add_p and isinstance(equation.inputs[2], int):
+        updates = operands[equation.inputs[2]]
+        return Work(7.0 * updates.size, updates.size / BLOCK)
     uses = {x: result.size / max(aval.size, 1) for x, aval in operands.items() if equation.primitive in _PARTS}
     return Work(_cycles(equation, result) * result.size, blocks, uses)
 

@@ -1,0 +1,192 @@
+"""What XLA's GPU compiler makes of a program: our model against the compiler itself, each rule on its own."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt import optimize
+from remat_opt.compilers.gpu_siblings import join_siblings
+from remat_opt.compilers.gpu_work import copy_of
+from remat_opt.compilers.model import compiled
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.ordering import depth_first, greedy, order_of
+from remat_opt.program.inline import inline
+from remat_opt.targets import measure_flat
+
+RATES = Rates(bandwidth=4.8e12, flops={"float32": 1e14})
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
+    program = inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+    return compiled(program, RATES, platform="cuda")
+
+
+def bytes_of(graph: Graph, name: str) -> list[int]:
+    """What kernels of a name make, in bytes."""
+    return sorted(graph.sizes[value] for op in graph.ops if op.name == name for value in op.outputs)
+
+
+def updated(loss: Callable, weights: list[jax.Array]) -> list[jax.Array]:
+    return [weight - 0.1 * gradient for weight, gradient in zip(weights, jax.grad(loss)(weights), strict=True)]
+
+
+def attention_of_few_keys(weights: list[jax.Array], x: jax.Array) -> Any:
+    """Queries in groups that share keys: the product's rows are of two dimensions, which are then transposed."""
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        hidden = x
+        for weight in weights:
+            queries = jnp.einsum("bsd,dkhe->bskhe", hidden, weight)
+            keys = queries.mean(3)
+            scores = jax.nn.softmax(jnp.einsum("bqkhe,bske->bkhqs", queries, keys) / 8)
+            hidden = hidden + jnp.einsum("bkhqs,bske->bqkhe", scores, keys).reshape(x.shape)
+        return (hidden**2).mean()
+
+    return updated(loss, weights)
+
+
+def strided(kernels: list[jax.Array], images: jax.Array) -> Any:
+    """Convolutions with steps of two, which pad behind an image only, and transposed ones back."""
+
+    def loss(kernels: list[jax.Array]) -> jax.Array:
+        hidden, half = images, len(kernels) // 2
+        numbers = ("NHWC", "HWIO", "NHWC")
+        for kernel in kernels[:half]:
+            hidden = jax.nn.relu(lax.conv_general_dilated(hidden, kernel, (2, 2), "SAME", dimension_numbers=numbers))
+        for kernel in kernels[half:]:
+            hidden = jax.nn.relu(lax.conv_transpose(hidden, kernel, (2, 2), "SAME", dimension_numbers=numbers))
+        return (hidden**2).mean()
+
+    return updated(loss, kernels)
+
+
+def messages(weights: list[jax.Array], nodes: jax.Array, receivers: jax.Array) -> Any:
+    """Sums over a graph's edges, forwards and backwards into zeros."""
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        hidden = nodes
+        for weight in weights:
+            hidden = jnp.tanh(jax.ops.segment_sum(hidden[receivers[::-1]], receivers, nodes.shape[0]) @ weight)
+        return (hidden**2).mean()
+
+    return updated(loss, weights)
+
+
+STEPS = [
+    (attention_of_few_keys, ([array(256, 2, 4, 32)] * 4, array(4, 256, 256))),
+    (strided, ([array(3, 3, 32, 32)] * 6, array(16, 128, 128, 32))),
+    (messages, ([array(128, 128)] * 4, array(16384, 128), jax.ShapeDtypeStruct((65536,), jnp.int32))),
+]
+
+
+@pytest.mark.parametrize(("step", "args"), STEPS, ids=lambda value: getattr(value, "__name__", ""))
+def test_the_plain_step_needs_what_is_foreseen(step: Callable, args: tuple) -> None:
+    foreseen = optimize(step, target="h200", donate_argnums=0).prepare(*args).as_given
+    leaves, tree = jax.tree.flatten(args)
+    flat = lambda *leaves: jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))  # noqa: E731
+    figures = measure_flat(flat, leaves, donated=tuple(range(len(args[0]))), target="h200")
+    assert foreseen == pytest.approx(figures.temp_bytes, rel=0.05)
+
+
+def test_probabilities_lie_as_their_scores_and_are_copied_for_a_product_that_cannot_read_them_so() -> None:
+    def attended(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        scores = jax.nn.softmax(jnp.einsum("bqkhe,bske->bkhqs", queries, keys))
+        return jnp.einsum("bkhqs,bske->bqkhe", scores, values)
+
+    size = 4 * 4 * 8 * 256 * 256
+    grouped = graph_of(attended, array(4, 256, 2, 4, 32), array(4, 256, 2, 32), array(4, 256, 2, 32))
+    assert bytes_of(grouped, "copy") == [size]
+    alone = graph_of(attended, array(4, 256, 8, 1, 32), array(4, 256, 8, 32), array(4, 256, 8, 32))
+    assert bytes_of(alone, "copy") in ([], [size])  # one row dimension of one element: either order is its own
+
+
+@pytest.mark.parametrize(
+    ("lies", "order", "used"),
+    [((0, 2, 1), (0, 1, 2), 1 / 4), ((0, 1, 2), (0, 1, 2), 1.0), ((2, 1, 0), (0, 1, 2), 1 / 8)],
+)
+def test_a_copy_in_another_order_uses_a_part_of_what_memory_gives(
+    lies: tuple[int, ...], order: tuple[int, ...], used: float
+) -> None:
+    assert copy_of(array(16, 4, 64), lies, order).used == used
+
+
+def loops(*reads: tuple[int, ...]) -> Graph:
+    """Elementwise kernels of one size that read values of that size: 0 and 1 are given, each then makes the next."""
+    ops = tuple(Op(values, (2 + at,), kind=Kind.ELEMENTWISE) for at, values in enumerate(reads))
+    return Graph((100,) * (2 + len(ops)), ops, inputs=(0, 1), outputs=(1 + len(ops),), fused=True)
+
+
+@pytest.mark.parametrize(
+    ("reads", "kernels"),
+    [
+        (((0,), (0, 1), (2, 3)), [(2, 3), (4,)]),
+        (((0,), (1,), (2, 3)), [(2,), (3,), (4,)]),  # they read nothing together
+        (((0,), (0, 2), (2, 3)), [(2,), (3,), (4,)]),  # the second reads the first
+        (((0,), (2,), (0, 3)), [(2,), (3,), (4,)]),  # it does so by way of another
+        (((0,), (1,), (0, 3), (2, 4)), [(3,), (2, 4), (5,)]),  # the one kernel waits for all that both read
+    ],
+)
+def test_loops_that_read_the_same_are_one_kernel(
+    reads: tuple[tuple[int, ...], ...], kernels: list[tuple[int, ...]]
+) -> None:
+    assert [op.outputs for op in join_siblings(loops(*reads)).ops] == kernels
+
+
+def test_loops_over_a_number_or_a_larger_array_stay_apart() -> None:
+    for size in (4, 200):
+        graph = loops((0,), (0, 1), (2, 3))
+        graph = Graph((size, *graph.sizes[1:]), graph.ops, inputs=(0, 1), outputs=(4,), fused=True)
+        assert len(join_siblings(graph).ops) == 3
+
+
+def test_zeros_of_one_shape_are_made_at_once() -> None:
+    def sums(x: jax.Array, receivers: jax.Array) -> list[jax.Array]:
+        first = jax.ops.segment_sum(x, receivers, 64)
+        return [jax.ops.segment_sum(jnp.tanh(first)[receivers], receivers, 64).sum()]
+
+    graph = graph_of(sums, array(256, 128), jax.ShapeDtypeStruct((256,), jnp.int32))
+    assert bytes_of(graph, "zeros") == [4 * 64 * 128] * 2
+    assert [op.name for op in graph.ops].count("zeros") == 1
+
+
+def test_of_two_orders_the_one_that_peaks_lower_is_taken() -> None:
+    """Greedily both halves begin before one of them makes its large array."""
+    ops = (
+        Op((0,), (1,)),
+        Op((1,), (2,)),
+        Op((2,), (3,)),
+        Op((0,), (4,)),
+        Op((4,), (5,)),
+        Op((5,), (6,)),
+        Op((3, 6), (7,)),
+    )
+    graph = Graph((0, 5, 50, 1, 5, 50, 1, 1), ops, inputs=(0,), outputs=(7,), fused=True)
+    assert set(greedy(graph)[:2]) == {0, 3}
+    assert depth_first(graph) == (0, 1, 2, 3, 4, 5, 6)
+    assert order_of(graph, "cuda", saving_memory=False) == depth_first(graph)
+    early = Graph((0, 5, 4, 1, 5, 4, 1, 1), ops, inputs=(0,), outputs=(7,), fused=True)
+    assert order_of(early, "cuda", saving_memory=False) == greedy(early)
+
+
+def test_a_reader_behind_a_barrier_is_no_user_of_an_instruction() -> None:
+    """Ops 1 and 2 make as much; that with more users comes first, of which those behind the barrier are none."""
+    ops = (
+        Op((0,), (1,)),
+        Op((1,), (2,)),
+        Op((1,), (3,)),
+        Op((2,), (4,), kind=Kind.BARRIER),
+        Op((2, 4), (5,)),
+        Op((3,), (6,)),
+        Op((3, 5, 6), (7,)),
+    )
+    graph = Graph((0, 1, 10, 10, 0, 10, 10, 1), ops, inputs=(0,), outputs=(7,), fused=True)
+    assert greedy(graph)[1] == 2
