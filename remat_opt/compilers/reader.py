@@ -257,9 +257,23 @@ class Reader:
         users = graph.users[value]
         loops = [user for user in users if graph.ops[user].kind is not Kind.PRODUCT]
         if not users or not loops:
-            return bool(users)
+            return bool(users) and not self.is_computed_with(value)
         readers = self.readers.get(value, [])
         return len(readers) == len(users) and all(multiplies_only(equation, value) for equation in readers)
+
+    def is_computed_with(self, value: int) -> bool:
+        """Whether arithmetic reads a value more than once, be it as a part of products. Where it does so once, its
+        result is as good a buffer, and that is what the product reads."""
+        pending, seen = [value], {value}
+        count = 0
+        while pending:
+            for reader in self.readers.get(pending.pop(), []):
+                if reader.primitive in MOVES:
+                    pending += [x for x in reader.outputs if x not in seen]
+                    seen.update(reader.outputs)
+                else:
+                    count += reader.primitive not in CONTRACTION
+        return count > 1
 
     def in_tiles(self, graph: Graph, *, narrow: bool = True) -> Graph:
         """The graph with sizes as a TPU stores them.
