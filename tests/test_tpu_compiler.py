@@ -228,3 +228,20 @@ def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:
     big = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)  # does not fit the chip
     narrow, wide = (graph_of(one, big, big) for one in (fun, read_otherwise))
     assert peak_of(wide) - peak_of(narrow) == pytest.approx(8192 * 8192 * 2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arithmetic", "bytes_each"),
+    [
+        (lambda x: jnp.maximum(x, 0.0), 2),  # what is stored is its result, which the product reads
+        (lambda x: x * (x - 1.0), 4),
+    ],
+)
+def test_what_arithmetic_reads_twice_is_stored_in_full(arithmetic: Callable, bytes_each: int) -> None:
+    def layers(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return arithmetic(x @ weight) @ weight
+
+    graph = graph_of(layers, *[jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 2)  # do not fit the chip
+    first, last = (op for op in graph.ops if op.name == "dot_general")
+    assert graph.sizes[first.outputs[0]] == bytes_each * 8192**2
+    assert graph.sizes[last.outputs[0]] == 4 * 8192**2  # it is returned
