@@ -190,3 +190,18 @@ def test_a_reader_behind_a_barrier_is_no_user_of_an_instruction() -> None:
     )
     graph = Graph((0, 1, 10, 10, 0, 10, 10, 1), ops, inputs=(0,), outputs=(7,), fused=True)
     assert greedy(graph)[1] == 2
+
+
+def test_no_kernel_pads_in_place() -> None:
+    """The loss of all but the last word: its gradient is padded to the logits' shape, beside the logits."""
+
+    def loss(weight: jax.Array, hidden: jax.Array) -> jax.Array:
+        return jax.nn.logsumexp((hidden @ weight)[:, :-1]).mean()
+
+    avals = array(64, 4096), array(16, 128, 64)
+    step = jax.value_and_grad(loss, argnums=(0, 1))
+    logits = 4 * 16 * 128 * 4096
+    foreseen = optimize(step, target="h200").prepare(*avals).as_given
+    measured = measure_flat(lambda *given: jax.tree.leaves(step(*given)), list(avals), target="h200").temp_bytes
+    assert 2 * logits <= measured < 2.1 * logits
+    assert 2 * logits <= foreseen < 2.1 * logits

@@ -104,7 +104,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
-        if op.kind is not Kind.ELEMENTWISE or op.of_views or op.changed_later:
+        is_pad = op.name == P.pad_p.name  # of something smaller: what that is made of is read at other places
+        if op.kind is not Kind.ELEMENTWISE or op.of_views or op.changed_later or is_pad:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
         free = [v for v in op.inputs if last[v] == index and v not in kept and v not in behind]
