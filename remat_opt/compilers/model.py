@@ -104,7 +104,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
-        is_pad = op.name == P.pad_p.name  # of something smaller: what that is made of is read at other places
+        # What is padded is made of something smaller, and read at other places. (A TPU's products pad what they read.)
+        is_pad = op.name == P.pad_p.name and platform != "tpu"
         if op.kind is not Kind.ELEMENTWISE or op.of_views or op.changed_later or is_pad:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
