@@ -205,3 +205,11 @@ def test_no_kernel_pads_in_place() -> None:
     measured = measure_flat(lambda *given: jax.tree.leaves(step(*given)), list(avals), target="h200").temp_bytes
     assert 2 * logits <= measured < 2.1 * logits
     assert 2 * logits <= foreseen < 2.1 * logits
+
+
+def test_one_kernel_of_two_makes_all_behind_either_wait_for_both() -> None:
+    """What reads the first loop depends on the sixth, by way of two pairs, and must not be one with what that reads."""
+    reads = ((2,), (3, 0), (0,), (1,), (2, 6), (1, 5), (4, 7, 8))
+    ops = tuple(Op(values, (3 + at,), kind=Kind.ELEMENTWISE) for at, values in enumerate(reads))
+    graph = Graph((100,) * 10, ops, inputs=(0, 1, 2), outputs=(9,), fused=True)
+    assert [op.outputs for op in join_siblings(graph).ops] == [(5,), (6, 8), (3, 7), (4,), (9,)]

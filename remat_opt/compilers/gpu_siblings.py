@@ -21,7 +21,13 @@ def join_siblings(graph: Graph) -> Graph:
     Args:
         graph: of kernels, each behind what it reads.
     """
-    before = _before(graph)
+    shapes = [_loop_of(graph, op) for op in graph.ops]
+    families: list[list[int]] = []
+    for value in reversed([value for op in graph.ops for value in op.outputs] + list(graph.inputs)):
+        readers = [user for user in graph.users[value] if _NUMBER < graph.sizes[value] <= shapes[user]]
+        if len(readers) > 1:
+            families.append(readers)
+    before = _Before(graph, sorted({kernel for family in families for kernel in family}))
     joined: dict[int, int] = {}  # by kernel the one that it is a part of
 
     def whole(kernel: int) -> int:
@@ -29,18 +35,13 @@ def join_siblings(graph: Graph) -> Graph:
             kernel = joined[kernel]
         return kernel
 
-    shapes = [_loop_of(graph, op) for op in graph.ops]
-    for value in reversed([value for op in graph.ops for value in op.outputs] + list(graph.inputs)):
-        readers = [user for user in graph.users[value] if 0 < graph.sizes[value] <= shapes[user]]
-        if graph.sizes[value] <= _NUMBER:
-            continue
-        for at, first in enumerate(readers):
-            for other in readers[at + 1 :]:
+    for family in families:
+        for at, first in enumerate(family):
+            for other in family[at + 1 :]:
                 one, two = sorted((whole(first), whole(other)))
-                if one == two or shapes[one] != shapes[two] or _reaches(before, one, two) or _reaches(before, two, one):
-                    continue
-                joined[one] = two
-                _join(before, one, two)
+                if one != two and shapes[one] == shapes[two] and before.are_apart(one, two):
+                    joined[one] = two
+                    before.join(one, two)
     return _with_joined(graph, {kernel: whole(kernel) for kernel in joined}) if joined else graph
 
 
@@ -50,29 +51,36 @@ def _loop_of(graph: Graph, op: Op) -> int:
     return graph.sizes[op.outputs[0]] if is_loop else 0
 
 
-def _before(graph: Graph) -> list[int]:
-    """For each kernel those that it depends on, as bits."""
-    before: list[int] = []
-    for op in graph.ops:
-        bits = 0
-        for maker in {graph.producer[value] for value in op.inputs} - {-1}:
-            bits |= before[maker] | 1 << maker
-        before.append(bits)
-    return before
+class _Before:
+    """For each of some kernels which of them it depends on, as bits."""
 
+    def __init__(self, graph: Graph, kernels: Sequence[int]):
+        self.place = {kernel: at for at, kernel in enumerate(kernels)}
+        self.bits: list[int] = []
+        known: list[int] = []  # of all kernels, with themselves
+        for index, op in enumerate(graph.ops):
+            bits = 0
+            for maker in {graph.producer[value] for value in op.inputs} - {-1}:
+                bits |= known[maker]
+            at = self.place.get(index)
+            if at is not None:
+                self.bits.append(bits)
+                bits |= 1 << at
+            known.append(bits)
 
-def _reaches(before: Sequence[int], one: int, two: int) -> bool:
-    return bool(before[two] >> one & 1)
+    def are_apart(self, one: int, two: int) -> bool:
+        """Whether neither depends on the other."""
+        at, other = self.place[one], self.place[two]
+        return not (self.bits[other] >> at & 1 or self.bits[at] >> other & 1)
 
-
-def _join(before: list[int], one: int, two: int) -> None:
-    """Who depends on one of two depends on both, and on all that they depend on."""
-    own = 1 << one | 1 << two
-    above = before[one] | before[two]
-    for index, bits in enumerate(before):
-        if bits & own:
-            before[index] = bits | above | own
-    before[one] = before[two] = above
+    def join(self, one: int, two: int) -> None:
+        """Who depends on one of two depends on both, and on all that they depend on; kernels before them, too, of
+        which some are parts of later ones."""
+        at, other = self.place[one], self.place[two]
+        own = 1 << at | 1 << other
+        above = self.bits[at] | self.bits[other]
+        self.bits = [bits | above | own if bits & own else bits for bits in self.bits]
+        self.bits[at] = self.bits[other] = above
 
 
 def _with_joined(graph: Graph, joined: dict[int, int]) -> Graph:
