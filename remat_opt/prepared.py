@@ -10,11 +10,12 @@ from typing import Any
 
 import jax
 
-from remat_opt.compilers.model import allocated_by, compiled, peak_of
+from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Graph
+from remat_opt.graph.liveness import peak_of
 from remat_opt.looping import SearchedSteps, write_loops
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.program import compat

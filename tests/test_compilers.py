@@ -8,10 +8,11 @@ import pytest
 from jax import lax
 
 from remat_opt.compilers.gpu import partial_products
-from remat_opt.compilers.model import compiled, peak_of, sharing_places, with_copies_of_donated
+from remat_opt.compilers.model import compiled, sharing_places, with_copies_of_donated
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.ordering import breadth_first, depth_first, greedy
 from remat_opt.program.inline import inline
 

@@ -11,9 +11,10 @@ from jax import lax
 from remat_opt.compilers.gpu_fusion import Work, fuse_by_cost
 from remat_opt.compilers.gpu_products import merged_products
 from remat_opt.compilers.gpu_work import work_of
-from remat_opt.compilers.model import allocated_by, compiled, peak_of
+from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import peak_of
 from remat_opt.program.inline import inline
 from remat_opt.targets import measure_flat
 

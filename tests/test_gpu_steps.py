@@ -173,8 +173,11 @@ def test_of_two_orders_the_one_that_peaks_lower_is_taken() -> None:
     assert set(greedy(graph)[:2]) == {0, 3}
     assert depth_first(graph) == (0, 1, 2, 3, 4, 5, 6)
     assert order_of(graph, "cuda", saving_memory=False) == depth_first(graph)
-    early = Graph((0, 5, 4, 1, 5, 4, 1, 1), ops, inputs=(0,), outputs=(7,), fused=True)
-    assert order_of(early, "cuda", saving_memory=False) == greedy(early)
+    # Depth first the large operand waits while the other one is made of a larger one.
+    ops = Op((0,), (1,)), Op((0,), (2,)), Op((2,), (3,)), Op((1, 3), (4,))
+    graph = Graph((0, 50, 30, 1, 1), ops, inputs=(0,), outputs=(4,), fused=True)
+    assert depth_first(graph) == (0, 1, 2, 3)
+    assert order_of(graph, "cuda", saving_memory=False) == greedy(graph) == (1, 2, 0, 3)
 
 
 def test_a_reader_behind_a_barrier_is_no_user_of_an_instruction() -> None:
@@ -185,10 +188,11 @@ def test_a_reader_behind_a_barrier_is_no_user_of_an_instruction() -> None:
         Op((1,), (3,)),
         Op((2,), (4,), kind=Kind.BARRIER),
         Op((2, 4), (5,)),
-        Op((3,), (6,)),
-        Op((3, 5, 6), (7,)),
+        Op((2, 4), (6,)),
+        Op((3,), (7,)),
+        Op((3, 5, 6, 7), (8,)),
     )
-    graph = Graph((0, 1, 10, 10, 0, 10, 10, 1), ops, inputs=(0,), outputs=(7,), fused=True)
+    graph = Graph((0, 1, 10, 10, 0, 10, 10, 10, 1), ops, inputs=(0,), outputs=(8,), fused=True)
     assert greedy(graph)[1] == 2
 
 

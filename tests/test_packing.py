@@ -7,9 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat_opt.compilers.model import allocated_by, peak_of, sharing_places
+from remat_opt.compilers.model import allocated_by, sharing_places
 from remat_opt.compilers.packing import Chunks, pack, places
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import peak_of
 
 # As in AlexNet's backward pass: what is made on top of a large buffer keeps two later ones from lying side by side.
 LARGE, BETWEEN, ONE, OTHER = 13, 2, 8, 8

@@ -9,10 +9,11 @@ import pytest
 from jax import lax
 
 from remat_opt.compilers import tpu
-from remat_opt.compilers.model import compiled, peak_of
+from remat_opt.compilers.model import compiled
 from remat_opt.compilers.reader import Reader
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program.images import images_of
 from remat_opt.program.inline import Program, inline

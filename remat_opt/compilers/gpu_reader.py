@@ -19,6 +19,7 @@ from remat_opt.compilers.reader import Reader
 from remat_opt.graph.build import bytes_of, op_of, workspace_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind, Op
+from remat_opt.graph.ordering import behind_operands
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
@@ -68,13 +69,12 @@ class GpuReader(Reader):
                 (made,) = op.outputs
                 as_written = self.new(self.sizes[made])
                 copies.append(dataclasses.replace(op, outputs=(as_written,)))
+                # Not an elementwise kernel: it is not done in its readers, which would read in steps, nor in place.
                 return [*copies, Op((as_written,), (made,), kind=Kind.REDUCTION, name="copy")]
             return [*copies, *self.in_parts(op, partial, result.size)]
         if equation.primitive is P.conv_general_dilated_p:
             return self.convolution(equation, op)
-        if (
-            equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p
-        ):  # loops, with their operands in them
+        if equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p:  # loops that compute what they read
             return [dataclasses.replace(op, kind=Kind.REDUCTION)]
         if equation.primitive is P.gather_p or draws_by_arithmetic(equation, self.program):
             return [dataclasses.replace(op, kind=Kind.ELEMENTWISE)]
@@ -365,20 +365,6 @@ class GpuReader(Reader):
 
     def sort(self) -> None:
         """Put ops behind what they read."""
-        maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
-        done = [False] * len(self.ops)
-        order: list[int] = []
-        for root in range(len(self.ops)):
-            stack = [root]
-            while stack:
-                index = stack[-1]
-                missing = [maker[x] for x in self.ops[index].inputs if x in maker and not done[maker[x]]]
-                if missing and not done[index]:
-                    stack += missing
-                    continue
-                stack.pop()
-                if not done[index]:
-                    done[index] = True
-                    order.append(index)
+        order = behind_operands(self.ops)
         self.ops = [self.ops[index] for index in order]
         self.equations = [self.equations[index] for index in order]

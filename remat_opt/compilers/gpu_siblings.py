@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.ordering import behind_operands
 
 _NUMBER = 8  # bytes
 
@@ -95,19 +96,4 @@ def _with_joined(graph: Graph, joined: dict[int, int]) -> Graph:
             flops=one.flops + two.flops,
             workspace=one.workspace + two.workspace,
         )
-    maker = {value: index for index, op in enumerate(ops) if index not in joined for value in op.outputs}
-    done = set(joined)
-    order: list[int] = []
-    for root in range(len(ops)):
-        stack = [root]
-        while stack:
-            index = stack[-1]
-            missing = [maker[x] for x in ops[index].inputs if x in maker and maker[x] not in done]
-            if missing and index not in done:
-                stack += missing
-                continue
-            stack.pop()
-            if index not in done:
-                done.add(index)
-                order.append(index)
-    return dataclasses.replace(graph, ops=tuple(ops[index] for index in order))
+    return dataclasses.replace(graph, ops=tuple(ops[index] for index in behind_operands(ops, joined)))

@@ -22,8 +22,6 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import save_everything
 from remat_opt.program.inline import Program
 from remat_opt.program.platforms import GPUS
 
@@ -57,19 +55,13 @@ def compiled(
         graph = reader.in_tiles(fuse(reader.in_tiles(unfused, narrow=False), by_kernels=True).graph)
     else:
         graph = fuse(unfused, by_kernels=True).graph
-    order = ordering.order_of(graph, platform, saving_memory)
-    ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+    ordered = ordering.in_order(graph, ordering.order_of(graph, platform, saving_memory))
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
     graph = sharing_places(ordered, platform)
     if platform == "tpu" and graph.ops:
         return tpu.on_chip(graph, reader.accumulated(), bandwidth=rates.bandwidth)
     return graph
-
-
-def peak_of(graph: Graph) -> int:
-    """Bytes that are live at most in a step that runs its ops in the graph's order."""
-    return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
 
 def allocated_by(graph: Graph, platform: str, *, gaps_twice: bool = False) -> int:

@@ -20,7 +20,7 @@ import numpy as np
 
 from remat_opt.graph.fusion import materialised
 from remat_opt.graph.graph import Graph
-from remat_opt.graph.schedule import Schedule
+from remat_opt.graph.schedule import Schedule, save_everything
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,6 +128,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     live = np.cumsum(change.astype(np.int64))[: end + 1]
     live[positions] += graph.workspaces[ops]
     return Liveness(live, lives)
+
+
+def peak_of(graph: Graph) -> int:
+    """Bytes that are live at most in a step that runs its ops in the graph's order."""
+    return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
 
 def least_possible(graph: Graph) -> int:

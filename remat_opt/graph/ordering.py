@@ -13,13 +13,12 @@ from __future__ import annotations
 import dataclasses
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from remat_opt.graph.derive import early_order
 from remat_opt.graph.fusion import held_by
-from remat_opt.graph.graph import Graph, Kind
-from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import save_everything
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import peak_of
 
 
 def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
@@ -27,13 +26,38 @@ def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...
     if platform == "cpu":
         return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform in ("cuda", "rocm"):
-        return min((greedy(graph), depth_first(graph)), key=lambda order: _peak(graph, order))
+        return min((greedy(graph), depth_first(graph)), key=lambda order: peak_of(in_order(graph, order)))
     return early_order(graph)
 
 
-def _peak(graph: Graph, order: tuple[int, ...]) -> int:
-    ordered = dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
-    return simulate(ordered, save_everything(ordered)).peak if graph.ops else 0
+def in_order(graph: Graph, order: Sequence[int]) -> Graph:
+    """The graph with its ops in another order."""
+    return dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+
+
+def behind_operands(ops: Sequence[Op], left_out: Iterable[int] = ()) -> list[int]:
+    """Positions of ops in an order in which each stands behind what it reads, else as they stand.
+
+    Args:
+        ops: in any order.
+        left_out: positions of ops that are not in it, nor what they make.
+    """
+    done = set(left_out)
+    maker = {value: index for index, op in enumerate(ops) if index not in done for value in op.outputs}
+    order: list[int] = []
+    for root in range(len(ops)):
+        stack = [root]
+        while stack:
+            index = stack[-1]
+            missing = [maker[x] for x in ops[index].inputs if x in maker and maker[x] not in done]
+            if missing and index not in done:
+                stack += missing
+                continue
+            stack.pop()
+            if index not in done:
+                done.add(index)
+                order.append(index)
+    return order
 
 
 def breadth_first(graph: Graph) -> tuple[int, ...]:
