@@ -11,6 +11,7 @@ from jax import lax
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import compiled
 from remat_opt.compilers.reader import Reader
+from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
@@ -24,6 +25,10 @@ MIB = 2**20
 
 def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
     return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+def of_bandwidth(bandwidth: float) -> Rates:
+    return Rates(bandwidth=bandwidth, flops={"float32": 1e30})
 
 
 def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
@@ -138,13 +143,13 @@ def running(*ops: Op) -> tuple[Op, ...]:
 
 
 def test_a_buffer_lies_in_one_gap_on_the_chip() -> None:
-    # When value 2 comes, 20 bytes are free, 10 below value 1 and 10 above it.
-    makes = (Op((), (0,)), Op((0,), (1,)), Op((), ()), Op((), (2,)))
-    reads = (Op((1,), ()), Op((2,), ()), Op((), ()), Op((2,), (3,)))
+    # When value 2 comes, which is read least, 20 bytes are free, 10 below value 1 and 10 above it.
+    makes = (Op((), (0,)), Op((0,), (1,)), *[Op((0,), ())] * 3, Op((), (2,)))
+    reads = (Op((1,), ()), Op((1,), ()), Op((2,), (3,)))
     graph = Graph((10, 10, 20, 0), running(*makes, *reads), outputs=(3,), fused=True)
     copied_out = tpu.TABLE
-    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=30)) == 20 + copied_out
-    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=40)) == 0
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(2e7), capacity=30)) == 20 + copied_out
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(2e7), capacity=40)) == 0
 
 
 @pytest.mark.parametrize(
@@ -152,17 +157,19 @@ def test_a_buffer_lies_in_one_gap_on_the_chip() -> None:
     [(1, 0), (3, 1 + tpu.TABLES_OF_SLICES)],  # it stays on the chip; it is copied out and fetched again
 )
 def test_a_large_buffer_is_fetched_in_slices_and_stays_for_the_next_reader(between: int, tables: int) -> None:
-    ops = running(Op((), (0,)), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), ()), Op((0,), (2,)))
+    ops = running(Op((), (0,)), Op((), (1,)), *[Op((1,), ())] * 3, Op((), ()), Op((0,), ()), Op((0,), (2,)))
     graph = Graph((2 * MIB, between * MIB, 0), ops, outputs=(2,), fused=True)
     waiting = 2 * MIB if tables else 0
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e13, capacity=4 * MIB)) == waiting + tables * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e13), capacity=4 * MIB)) == waiting + tables * tpu.TABLE
 
 
 def test_a_large_argument_is_fetched_in_slices_for_each_reader_that_it_cannot_stay_for() -> None:
     ops = running(Op((), ()), Op((0,), ()), Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), (2,)))
     graph = Graph((2 * MIB, 3 * MIB, 0), ops, inputs=(0,), outputs=(2,), fused=True)
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e13, capacity=4 * MIB)) == 2 * tpu.TABLES_OF_SLICES * tpu.TABLE
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e13, capacity=MIB)) == 3 * MIB  # it is read where it lies
+    assert (
+        peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e13), capacity=4 * MIB)) == 2 * tpu.TABLES_OF_SLICES * tpu.TABLE
+    )
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e13), capacity=MIB)) == 3 * MIB  # it is read where it lies
 
 
 @pytest.mark.parametrize(("bandwidth", "fetched"), [(5e12, 1), (3e12, 0)])
@@ -171,7 +178,7 @@ def test_a_copy_takes_its_time_and_room_for_it(bandwidth: float, fetched: int) -
     ops = running(Op((), (1,)), Op((1,), ()), Op((), ()), Op((0,), (2,)))
     graph = Graph((2 * MIB, 3 * MIB, 0), ops, inputs=(0,), outputs=(2,), fused=True)
     tables = fetched * tpu.TABLES_OF_SLICES
-    assert peak_of(tpu.on_chip(graph, bandwidth=bandwidth, capacity=4 * MIB)) == tables * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(bandwidth), capacity=4 * MIB)) == tables * tpu.TABLE
 
 
 @pytest.mark.parametrize(("seconds", "waiting"), [(6.9e-6, 0), (7.1e-6, 1)])
@@ -180,41 +187,59 @@ def test_what_nobody_reads_for_long_is_sent_away(seconds: float, waiting: int) -
     ops = (Op((), (0,), seconds=1.0), Op((), (), seconds=seconds), Op((0,), (1,), seconds=1.0))
     graph = Graph((10, 0), ops, outputs=(1,), fused=True)
     tables = 2 * waiting  # it is copied out and fetched
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e12, capacity=10**6)) == waiting * 10 + tables * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e12), capacity=10**6)) == waiting * 10 + tables * tpu.TABLE
 
 
 def test_a_buffer_waits_from_when_it_is_made() -> None:
     ops = (Op((), (0,)), Op((0,), ()), Op((), (), seconds=1.0), Op((), (1,)), Op((1,), (2,)))
     graph = Graph((10, 10, 0), ops, outputs=(2,), fused=True)
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e12, capacity=10**6)) == 0
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e12), capacity=10**6)) == 0
 
 
-def test_short_lives_are_spent_on_the_chip() -> None:
-    ops = running(Op((), (0,)), Op((), (1,)), Op((1,), (2,)), Op((2,), (3,)), Op((0, 3), (4,)))
+def test_what_kernels_gain_most_from_is_on_the_chip() -> None:
+    ops = running(Op((), (0,)), Op((), (1,)), Op((1,), (2,)), Op((1, 2), (3,)), Op((0, 3), (4,)))
     graph = Graph((10, 10, 10, 10, 0), ops, outputs=(4,), fused=True)
-    assert peak_of(graph) == 30
-    copied_out = tpu.TABLE
-    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=20)) == 10 + copied_out
-    assert peak_of(tpu.on_chip(graph, bandwidth=2e7, capacity=30)) == 0
+    assert peak_of(graph) == 40
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(2e7), capacity=30)) == 10
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(2e7), capacity=40)) == 0
+
+
+@pytest.mark.parametrize(("flops", "outside"), [(0.0, 20), (1.0, 10)])
+def test_kernels_that_are_bound_by_arithmetic_gain_nothing(flops: float, outside: int) -> None:
+    # Of two buffers the larger gains more, unless the product that makes and the one that reads it compute for longer.
+    ops = running(
+        Op((), (0,), kind=Kind.PRODUCT, flops=flops), Op((), (1,)), Op((1,), ()), Op((0,), (2,), Kind.PRODUCT, flops)
+    )
+    graph = Graph((20, 10, 0), ops, outputs=(2,), fused=True)
+    rates = Rates(bandwidth=2e7, flops={"float32": 1e3})
+    kept = tpu.on_chip(graph, rates=rates, capacity=20)
+    assert [kept.sizes[0], kept.sizes[1]] == ([0, 10] if outside == 20 else [20, 0])
+
+
+def test_a_fetched_argument_takes_room_on_the_chip() -> None:
+    ops = running(Op((), ()), Op((0,), ()), Op((), (1,)), Op((0, 1), ()), Op((0,), (2,)))
+    for size, outside in ((20, 10), (10, 0)):  # of the argument, on a chip of 25 bytes
+        graph = Graph((size, 10, 0), ops, inputs=(0,), outputs=(2,), fused=True)
+        assert tpu.on_chip(graph, rates=of_bandwidth(2e8), capacity=25).sizes[1] == outside
 
 
 def test_each_argument_that_goes_to_the_chip_has_a_table() -> None:
     ops = running(Op((), ()), Op((0,), (3,)), Op((2,), (4,)))
     graph = Graph((10,) * 5, ops, inputs=(0, 1, 2), outputs=(3, 4), fused=True)
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e12)) == 2 * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e12))) == 2 * tpu.TABLE
 
 
 def test_what_has_no_time_to_come_is_read_where_it_lies() -> None:
     ops = running(Op((0,), ()), Op((1,), (2,)))
     for size, tables in ((MIB // 2, 1), (MIB - 1, 0)):  # of half a microsecond
         graph = Graph((10, size, 0), ops, inputs=(0, 1), outputs=(2,), fused=True)
-        assert peak_of(tpu.on_chip(graph, bandwidth=1.2e12, capacity=4 * MIB)) == tables * tpu.TABLE
+        assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1.2e12), capacity=4 * MIB)) == tables * tpu.TABLE
 
 
 def test_what_takes_a_donated_arguments_place_has_a_table_too() -> None:
     ops = running(Op((), ()), Op((0,), (2,)), Op((1,), (3,)))
     graph = Graph((10,) * 4, ops, inputs=(0, 1), outputs=(2, 3), aliases=((0, 2),), fused=True)
-    assert peak_of(tpu.on_chip(graph, bandwidth=1e12)) == 3 * tpu.TABLE
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e12))) == 3 * tpu.TABLE
 
 
 def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:
@@ -234,15 +259,91 @@ def test_a_tpu_stores_what_only_products_read_as_bfloat16() -> None:
 @pytest.mark.parametrize(
     ("arithmetic", "bytes_each"),
     [
-        (lambda x: jnp.maximum(x, 0.0), 2),  # what is stored is its result, which the product reads
-        (lambda x: x * (x - 1.0), 4),
+        (lambda x: [jnp.maximum(x, 0.0)], 2),  # what is stored is its result, which the product reads
+        (lambda x: [x * (x - 1.0)], 2),
+        (lambda x: [x * (x - 1.0), x + 1.0], 4),
+        (lambda x: [lax.optimization_barrier(x) * 2.0], 4),
     ],
 )
-def test_what_arithmetic_reads_twice_is_stored_in_full(arithmetic: Callable, bytes_each: int) -> None:
-    def layers(x: jax.Array, weight: jax.Array) -> jax.Array:
-        return arithmetic(x @ weight) @ weight
+def test_a_product_computes_what_is_all_that_is_made_of_its_result(arithmetic: Callable, bytes_each: int) -> None:
+    def layers(x: jax.Array, *weights: jax.Array) -> jax.Array:
+        read = arithmetic(x @ weights[0])
+        return sum(one @ weight for one, weight in zip(read, weights, strict=False))
 
-    graph = graph_of(layers, *[jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 2)  # do not fit the chip
-    first, last = (op for op in graph.ops if op.name == "dot_general")
+    graph = graph_of(layers, *[jax.ShapeDtypeStruct((8192, 8192), jnp.float32)] * 3)  # do not fit the chip
+    first, *_, last = (op for op in graph.ops if op.name == "dot_general")
     assert graph.sizes[first.outputs[0]] == bytes_each * 8192**2
     assert graph.sizes[last.outputs[0]] == 4 * 8192**2  # it is returned
+
+
+def test_a_product_does_not_wait_for_another_to_compute_with_its_result() -> None:
+    def summed(x: jax.Array, y: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.tanh(x @ weight) + jnp.exp(y @ weight)
+
+    graph = graph_of(summed, *[jax.ShapeDtypeStruct((2048, 2048), jnp.float32)] * 3)
+    assert [op.name for op in graph.ops if op.outputs and op.name != "tables"] == ["dot_general"] * 2
+    first, last = (op for op in graph.ops if op.name == "dot_general")
+    assert first.outputs[0] in last.inputs
+
+
+def test_a_weights_gradient_is_not_stored_where_only_updates_read_it() -> None:
+    def step(weight: jax.Array, momentum: jax.Array, x: jax.Array, ct: jax.Array) -> tuple[jax.Array, jax.Array]:
+        momentum = 0.9 * momentum + x.T @ ct
+        return weight - 0.1 * momentum, momentum
+
+    square = jax.ShapeDtypeStruct((4096, 4096), jnp.float32)
+    graph = compiled(program_of(step, *[square] * 4), RATES, (True, True), platform="tpu")
+    (product,) = (op for op in graph.ops if op.name == "dot_general")
+    assert set(product.outputs) == set(graph.outputs)
+
+
+def stored(fun: Callable, *shapes: tuple[int, ...]) -> list[str]:
+    """The primitives by which what is stored in two bytes is made."""
+    program = program_of(fun, *[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes])
+    narrow = stored_in_two_bytes(program)
+    return [e.primitive.name for e in program.equations if not narrow.isdisjoint(e.outputs)]
+
+
+@pytest.mark.parametrize(
+    ("read", "narrow"),
+    [
+        (lambda x, w: x @ w, ["sin"]),
+        (lambda x, w: jnp.matmul(x, w, precision="highest"), []),
+        (lambda x, w: lax.optimization_barrier(x) @ w, ["sin", "optimization_barrier"]),
+        (lambda x, w: (x @ w, x.sum(0)), ["sin"]),  # summed where it is made
+        (lambda x, w: (lambda y: (y @ w, y.sum(0)))(lax.optimization_barrier(x)), []),
+        (lambda x, w: jnp.maximum(x, 0.0) @ w, ["sin", "max"]),
+        (lambda x, w: (jnp.maximum(x, 0.0) @ w, x > 0.0), ["max"]),
+        (lambda x, w: (x + 1.0) @ w, ["add"]),
+        (lambda x, w: (x @ w, x), []),
+    ],
+)
+def test_what_products_alone_read_is_rounded_where_it_is_made(read: Callable, narrow: list[str]) -> None:
+    assert stored(lambda x, w: read(jnp.sin(x), w), (64, 64), (64, 64)) == narrow
+
+
+def test_what_is_cut_shorter_is_not_written_over_what_it_is_cut_from() -> None:
+    # 511 rows take as many tiles as 512.
+    def fun(x: jax.Array, y: jax.Array) -> tuple[jax.Array, ...]:
+        rows = (x @ y)[:511]
+        return rows.max(0), rows.min(0), lax.cumsum(rows)[0]
+
+    graph = graph_of(
+        fun, *[jax.ShapeDtypeStruct((512, 65536), jnp.float32), jax.ShapeDtypeStruct((65536, 65536), jnp.float32)]
+    )
+    whole = 512 * 65536 * 4
+    assert peak_of(graph) >= 2 * whole
+
+
+def test_what_a_barrier_reads_padded_others_pad_themselves() -> None:
+    def fun(x: jax.Array, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        padded = jnp.pad(jnp.sin(x), ((0, 1), (0, 0)))
+        return padded.T @ weight, lax.optimization_barrier(padded) + 1.0
+
+    graph = graph_of(
+        fun, jax.ShapeDtypeStruct((1023, 512), jnp.float32), jax.ShapeDtypeStruct((1024, 512), jnp.float32)
+    )
+    (product,) = (op for op in graph.ops if op.name == "dot_general")
+    (pad,) = (op for op in graph.ops if op.name == "pad")
+    assert not set(pad.outputs) & set(product.inputs)
+    assert set(pad.inputs) & set(product.inputs)

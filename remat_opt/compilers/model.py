@@ -17,12 +17,14 @@ from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
+from remat_opt.compilers.tpu_fusion import with_pads_in_readers, with_results_computed
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program.inline import Program
+from remat_opt.program.one_hot import by_comparison
 from remat_opt.program.platforms import GPUS
 
 
@@ -43,6 +45,8 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
     """
+    if platform == "tpu":
+        program = by_comparison(program)
     reader = GpuReader(program, rates, platform) if platform in GPUS else Reader(program, rates, platform)
     unfused = reader.read(donated)
     if platform not in GPUS:
@@ -52,6 +56,9 @@ def compiled(
     elif isinstance(reader, GpuReader):
         graph = join_siblings(fuse_by_cost(unfused, reader.work, rates.bandwidth).graph)
     elif platform == "tpu":
+        unfused = with_pads_in_readers(unfused)
+        elements = [aval.size for aval in program.avals] + [0] * (len(unfused.sizes) - len(program.avals))
+        unfused = with_results_computed(unfused, elements)
         graph = reader.in_tiles(fuse(reader.in_tiles(unfused, narrow=False), by_kernels=True).graph)
     else:
         graph = fuse(unfused, by_kernels=True).graph
@@ -60,7 +67,7 @@ def compiled(
         ordered = without_what_lies_in_results(ordered, platform)
     graph = sharing_places(ordered, platform)
     if platform == "tpu" and graph.ops:
-        return tpu.on_chip(graph, reader.accumulated(), bandwidth=rates.bandwidth)
+        return tpu.on_chip(graph, reader.accumulated(), rates=rates)
     return graph
 
 

@@ -5,20 +5,20 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Sequence
 
-import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.cpu_library import by_library
 from remat_opt.compilers.equations import (
+    CUTTING,
     RESHAPING,
     SUMS,
     is_dear,
     is_half,
     is_matrix_transpose,
-    multiplies_only,
     product_copies,
     product_orders,
 )
+from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.graph.build import (
     aliases_of,
     bytes_of,
@@ -221,6 +221,8 @@ class Reader:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         elif platform == "tpu" and equation.primitive is P.concatenate_p:
             op = self.joined(equation, op)
+        elif platform == "tpu" and equation.primitive in CUTTING:
+            op = dataclasses.replace(op, of_views=True, of_buffers=equation.primitive is P.pad_p)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
 
     def joined(self, equation: Equation, op: Op) -> Op:
@@ -252,29 +254,6 @@ class Reader:
                     found.update(equation.outputs)
         return frozenset(found)
 
-    def is_only_multiplied(self, graph: Graph, value: int) -> bool:
-        """Whether only products read a buffer, or loops whose steps only multiply by a slice of it."""
-        users = graph.users[value]
-        loops = [user for user in users if graph.ops[user].kind is not Kind.PRODUCT]
-        if not users or not loops:
-            return bool(users) and not self.is_computed_with(value)
-        readers = self.readers.get(value, [])
-        return len(readers) == len(users) and all(multiplies_only(equation, value) for equation in readers)
-
-    def is_computed_with(self, value: int) -> bool:
-        """Whether arithmetic reads a value more than once, be it as a part of products. Where it does so once, its
-        result is as good a buffer, and that is what the product reads."""
-        pending, seen = [value], {value}
-        count = 0
-        while pending:
-            for reader in self.readers.get(pending.pop(), []):
-                if reader.primitive in MOVES:
-                    pending += [x for x in reader.outputs if x not in seen]
-                    seen.update(reader.outputs)
-                else:
-                    count += reader.primitive not in CONTRACTION
-        return count > 1
-
     def in_tiles(self, graph: Graph, *, narrow: bool = True) -> Graph:
         """The graph with sizes as a TPU stores them.
 
@@ -285,12 +264,11 @@ class Reader:
         images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
         joined = self.joined_by_batch(images)
         sizes = list(graph.sizes)
+        rounded = stored_in_two_bytes(self.program) if narrow else ()
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:
                 continue
-            item = compat.item_bytes(aval.dtype)
-            if narrow and aval.dtype == jnp.float32 and self.is_only_multiplied(graph, value):
-                item = 2
+            item = 2 if value in rounded else compat.item_bytes(aval.dtype)
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
         return dataclasses.replace(graph, sizes=tuple(sizes))
 

@@ -1,10 +1,12 @@
 """What is particular about a TPU: tiled layouts, narrow operands of products, and memory on the chip.
 
 1. Arrays are stored in tiles (`graph/tiles.py`).
-2. The matrix units multiply bfloat16. A float32 value that only products read is stored as bfloat16.
-3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers, those first that take the
-   least room for the shortest time, each in one gap for all of its life, but for those that nobody reads for long. What
-   is there is no temporary memory of the device.
+2. The matrix units multiply bfloat16. A float32 value that only products read is stored as bfloat16
+   (`tpu_precision.py`), and elementwise work on a product's result is done before that is stored (`tpu_fusion.py`).
+3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers, those first from which
+   kernels gain most (XLA's `memory_space_assignment`), each in one gap for all of its life, but for those that nobody
+   reads for long. What is there is no temporary memory of the device. What is not, arguments too, takes room there while
+   kernels read it.
 4. Each instruction with several results has a table of their addresses in the device's memory, and so has each copy to
    or from the chip; a large buffer is fetched in slices with tables of their own. What takes a donated argument's place
    is made on the chip, as the argument was copied there, and copied to its place.
@@ -14,10 +16,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
+from jax.extend.core import primitives as P
 
-from remat_opt.compilers.packing import Chunks, places
+from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
 from remat_opt.graph.schedule import save_everything
@@ -34,34 +38,113 @@ TABLES_OF_SLICES = 8
 COPIES_UNREAD = 7
 
 
-def on_chip(
-    graph: Graph, accumulated: frozenset[int] = frozenset(), *, bandwidth: float, capacity: int = ON_CHIP
-) -> Graph:
-    """The graph without the buffers that fit on the chip, and with the tables.
+def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), *, rates: Rates, capacity: int = ON_CHIP) -> Graph:
+    """The graph without the buffers that are on the chip for all of their lives, and with the tables.
 
     Args:
         graph: kernels in the order in which they run.
         accumulated: results of reductions that are summed up from tile to tile.
-        bandwidth: bytes/s of the device's memory.
+        rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.
     """
     lives = simulate(graph, save_everything(graph)).lives
-    clock = _Clock(graph, capacity, bandwidth)
-    cost = lives.size * (lives.death - lives.birth + 1)
-    cost[: len(graph.inputs)] = 0  # arguments lie in the device's memory
-    cost[clock.longest_unread(lives) > clock.patience] = 0
-    order = np.argsort(cost, kind="stable")
-    order = order[cost[order] > 0]
-    offsets = places(Chunks(lives.size, lives.birth, lives.death), order, capacity)
-    kept = order[offsets[order] >= 0]
+    clock = _Clock(graph, capacity, rates.bandwidth)
+    kept = _kept(graph, lives, rates, capacity, clock)
     tables = _tables(graph, accumulated) + _tables_of_copies(graph, lives, kept, capacity, clock)
     sizes = list(graph.sizes)
     for value in lives.value[kept].tolist():
         sizes[value] = 0
-    sizes.append(TABLE * tables)
+    sizes.append(TABLE * int(tables))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name="tables"), Op((listed,), (), name="tables")
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *graph.ops, last))
+
+
+def _kept(graph: Graph, lives: Lives, rates: Rates, capacity: int, clock: _Clock) -> np.ndarray:
+    """Indices of the buffers that are on the chip for all of their lives.
+
+    Buffers come in the order of what they gain there. What finds no gap for all of its life, or is an argument, lies in
+    the device's memory, and takes room on the chip while kernels read it: from one to the next that comes soon.
+    """
+    chip = _Chip(capacity)
+    arguments = len(graph.inputs)
+    sizes = lives.size.copy()
+    sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
+    gains = memory_bounds(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
+    unread = clock.longest_unread(lives)
+    kept: list[int] = []
+    for index in np.lexsort((lives.birth - lives.death, -sizes, -gains)).tolist():
+        size, birth = int(sizes[index]), int(lives.birth[index])
+        if not 0 < size <= capacity:
+            continue
+        if index >= arguments:
+            if unread[index] <= clock.patience and chip.takes(size, birth, int(lives.death[index])):
+                kept.append(index)
+                continue
+            chip.takes(size, birth, birth)
+        reads = np.unique(lives.reads[lives.reads_start[index] : lives.reads_start[index + 1]]).tolist()
+        _fetch(chip, clock, size, reads, birth + 1 if index >= arguments else 0)
+    return np.array(kept, dtype=np.int64)
+
+
+def _fetch(chip: _Chip, clock: _Clock, size: int, reads: Sequence[int], there_from: int) -> None:
+    """Take room for a buffer that kernels read: for all that come soon after each other at once, else for each."""
+    together: list[list[int]] = []
+    for read in reads:
+        if together and clock.between(together[-1][-1], read) <= clock.patience:
+            together[-1].append(read)
+        else:
+            together.append([read])
+
+    def is_fetched(first: int, last: int) -> bool:
+        begin = max(clock.begin_of_copy(size, first), there_from)
+        return begin <= first and chip.takes(size, begin, last)
+
+    for group in together:
+        if not is_fetched(group[0], group[-1]):
+            for read in group:
+                is_fetched(read, read)
+
+
+def memory_bounds(graph: Graph, rates: Rates) -> np.ndarray:
+    """For each value the seconds that kernels gain by having it on the chip, or how far the nearest to gaining of them
+    is from being bound by memory, negative (XLA's `cost_analysis.cc`, `GetMemoryBoundedness`)."""
+    gains: dict[int, float] = {}
+    for op in graph.ops:
+        if op.kind is Kind.BARRIER:
+            continue
+        moved = sum(graph.sizes[value] for value in (*op.inputs, *op.outputs)) / rates.bandwidth
+        computed = op.flops / rates.matrix_rate("float32") if op.kind is Kind.PRODUCT else 0.0
+        for value in op.outputs if op.name == P.scan_p.name else (*op.inputs, *op.outputs):
+            gain = graph.sizes[value] / rates.bandwidth if moved > computed else moved - computed
+            before = gains.get(value, gain - 1.0)
+            gains[value] = before + gain if value in gains and min(before, gain) > 0 else max(before, gain)
+    return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))])
+
+
+class _Chip:
+    """What lies where on the chip, and when."""
+
+    def __init__(self, capacity: int):
+        """
+        Args:
+            capacity: in bytes.
+        """
+        self.capacity = capacity
+        self.taken = np.zeros((0, 4), dtype=np.int64)  # first and last kernel, offset and bytes
+
+    def takes(self, size: int, first: int, last: int) -> bool:
+        """Whether there is a gap from one kernel to another, which is taken then: the smallest."""
+        beside = self.taken[(self.taken[:, 0] <= last) & (first <= self.taken[:, 1])]
+        beside = beside[np.argsort(beside[:, 2], kind="stable")]
+        ends = np.maximum.accumulate(np.concatenate([[0], beside[:, 2] + beside[:, 3]]))
+        gaps = np.concatenate([beside[:, 2], [self.capacity]]) - ends
+        fitting = np.flatnonzero(gaps >= size)
+        if not len(fitting):
+            return False
+        offset = ends[fitting[gaps[fitting].argmin()]]
+        self.taken = np.concatenate([self.taken, [[first, last, offset, size]]])
+        return True
 
 
 class _Clock:
@@ -153,6 +236,8 @@ def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
             made = [gradient_of.get(value, value) for value in op.inputs if graph.producer[value] >= 0]
             if made:
                 gradient_of.update(dict.fromkeys(op.outputs, max(made, key=lambda value: (graph.sizes[value], value))))
+        elif op.kind is Kind.PRODUCT and outputs.issuperset(op.outputs):
+            gradient_of.update(dict.fromkeys(op.outputs, op.outputs[0]))
         elif op.kind is Kind.REDUCTION and op.inputs and not accumulated.isdisjoint(op.outputs):
             maker = graph.producer[max(op.inputs, key=lambda value: (graph.sizes[value], value))]
             reduced += maker < 0 or graph.ops[maker].kind is not Kind.REDUCTION

@@ -1,0 +1,118 @@
+"""Elementwise work that a TPU's compiler does on a product's result before it is stored."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Container, Sequence
+
+from remat_opt.graph.fusion import held_by
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.ordering import behind_operands
+
+MOST_STEPS = 64  # of elementwise work on one result
+
+
+def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
+    """A graph of ops in which products go on computing with their results as long as all that is made of them are
+    results of the step, and at most one other value, of as many elements: these are stored.
+
+    Args:
+        graph: ops in an order in which they can run.
+        elements: of each value their number.
+    """
+    ops: list[list[Op]] = [[op] for op in graph.ops]
+    taken: set[int] = set()
+    there = _there_from(graph)
+    given_of = {output: given for given, output in graph.aliases}
+    for index, op in enumerate(graph.ops):
+        if op.kind is not Kind.PRODUCT or len(op.outputs) != 1 or op.outputs[0] in graph.outputs:
+            continue
+        steps = _steps_after(graph, taken, elements, there, index)
+        if not steps:
+            continue
+        work = [op, *(graph.ops[step] for step in steps)]
+        made = [value for one in work for value in one.outputs]
+        inside = {index, *steps}
+        stored = [v for v in made if v in graph.outputs or any(user not in inside for user in graph.users[v])]
+        kernel = dataclasses.replace(
+            op,
+            inputs=tuple(dict.fromkeys(value for one in work for value in one.inputs if value not in made)),
+            outputs=tuple(stored),
+            flops=sum(one.flops for one in work),
+            seconds=sum(one.seconds for one in work),
+        )
+        taken |= inside
+        for at in inside:
+            ops[at] = []
+        # What takes an argument's place waits for all that read the argument.
+        overwritten = [given_of[value] for value in stored if value in given_of]
+        readers = [user for given in overwritten for user in graph.users[given] if user not in inside]
+        ops[max([index, *(user for user in readers if graph.ops[user].kind is not Kind.ELEMENTWISE)])].append(kernel)
+    left = [op for at in ops for op in at]
+    return dataclasses.replace(graph, ops=tuple(left[at] for at in behind_operands(left)))
+
+
+def _there_from(graph: Graph) -> list[int]:
+    """For each value the last op other than elementwise work that has to run before it can be made; -1 for none."""
+    there = [-1] * len(graph.sizes)
+    for index, op in enumerate(graph.ops):
+        ready = max((there[value] for value in op.inputs), default=-1) if op.kind is Kind.ELEMENTWISE else index
+        for value in op.outputs:
+            there[value] = ready
+    return there
+
+
+def _steps_after(
+    graph: Graph, taken: Container[int], elements: Sequence[int], there: Sequence[int], product: int
+) -> list[int]:
+    """The elementwise ops, in their order, that a product does on its result. What else they read is there before the
+    product."""
+    (result,) = graph.ops[product].outputs
+    waiting = {result: set(graph.users[result])}
+    steps: list[int] = []
+    found = 0
+    while waiting and len(steps) < MOST_STEPS:
+        step = min(min(users) for users in waiting.values())
+        op = graph.ops[step]
+        if op.kind is not Kind.ELEMENTWISE or len(op.outputs) != 1 or step in taken:
+            break
+        if any(there[value] > product for value in op.inputs):
+            break
+        steps.append(step)
+        for value in op.inputs:
+            if value in waiting:
+                waiting[value].discard(step)
+                if not waiting[value]:
+                    del waiting[value]
+        (made,) = op.outputs
+        if graph.users[made]:
+            waiting[made] = set(graph.users[made])
+        if made in graph.outputs and elements[made] != elements[result]:
+            break
+        if not waiting or (list(waiting) == [made] and elements[made] == elements[result]):
+            found = len(steps)
+    return steps[:found]
+
+
+def with_pads_in_readers(graph: Graph) -> Graph:
+    """A graph of ops in which what a barrier reads padded the others pad themselves."""
+    sizes, ops = list(graph.sizes), list(graph.ops)
+    again: dict[int, Op] = {}
+    for index, op in enumerate(graph.ops):
+        if op.name != "pad" or len(op.outputs) != 1:
+            continue
+        (padded,) = op.outputs
+        users = graph.users[padded]
+        before = [user for user in users if graph.ops[user].kind is not Kind.BARRIER]
+        others = [user for user in before if padded not in held_by(graph, graph.ops[user])]
+        if not others or len(others) == len(users):
+            continue
+        sizes.append(sizes[padded])
+        again[index] = dataclasses.replace(op, outputs=(len(sizes) - 1,))
+        for user in others:
+            inputs = tuple(len(sizes) - 1 if value == padded else value for value in ops[user].inputs)
+            ops[user] = dataclasses.replace(ops[user], inputs=inputs)
+    if not again:
+        return graph
+    both = [one for index, op in enumerate(ops) for one in ((op, again[index]) if index in again else (op,))]
+    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(both))

@@ -1,0 +1,67 @@
+"""Which float32 values a TPU's compiler stores in two bytes.
+
+The matrix units multiply bfloat16, and XLA propagates that backwards (`bfloat16_propagation.cc`): a value of which only
+products read anything, and what hands it on to products unchanged, is rounded where it is made. What is summed up in
+the kernel that makes it is summed up before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import jax.numpy as jnp
+from jax import lax
+from jax.extend.core import primitives as P
+
+from remat_opt.compilers.equations import multiplies_only
+from remat_opt.program import compat
+from remat_opt.program.inline import Equation, Program
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, named
+
+_CHOOSING = named("abs clamp max min select_n")  # their results are elements of their operands
+
+
+def stored_in_two_bytes(program: Program) -> frozenset[int]:
+    """The float32 values of a program that a TPU's compiler stores in two bytes."""
+    readers: dict[int, list[Equation]] = {}
+    for equation in program.equations:
+        for value in {x for x in equation.inputs if isinstance(x, int)}:
+            readers.setdefault(value, []).append(equation)
+    results = {x for x in program.outputs if isinstance(x, int)}
+    rounded: set[int] = set()  # of no use with more digits
+    stored: set[int] = set()
+    for equation in reversed(program.equations):
+        for value in equation.outputs:
+            if value not in readers:
+                rounded.add(value)
+                continue
+            if value in results or program.avals[value].dtype != jnp.float32:
+                continue
+            others = [reader for reader in readers[value] if not _takes_two_bytes(reader, value, rounded)]
+            if not others:
+                rounded.add(value)
+            is_summed_where_made = equation.primitive in ELEMENTWISE | CONTRACTION and all(
+                reader.primitive in REDUCTION for reader in others
+            )
+            if not others or (len(others) < len(readers[value]) and is_summed_where_made):
+                stored.add(value)
+    return frozenset(stored)
+
+
+def _takes_two_bytes(reader: Equation, value: int, rounded: Container[int]) -> bool:
+    """Whether nothing that an equation makes of a value needs more digits."""
+    if reader.primitive in CONTRACTION:
+        return has_default_precision(reader)
+    if reader.primitive is P.scan_p:
+        return multiplies_only(reader, value)
+    if reader.primitive is compat.barrier_p:
+        made = zip(reader.inputs, reader.outputs, strict=True)
+        return all(output in rounded for given, output in made if given == value)
+    hands_on = reader.primitive in MOVES or reader.primitive in _CHOOSING
+    return hands_on and all(output in rounded for output in reader.outputs)
+
+
+def has_default_precision(product: Equation) -> bool:
+    """Whether a product's operands may be rounded."""
+    asked = product.params.get("precision")
+    return all(one in (None, lax.Precision.DEFAULT) for one in (asked if isinstance(asked, tuple) else (asked,)))
