@@ -5,8 +5,8 @@
    (`tpu_precision.py`), and elementwise work on a product's result is done before that is stored (`tpu_fusion.py`).
 3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers, those first from which
    kernels gain most (XLA's `memory_space_assignment`), each in one gap for all of its life, but for those that nobody
-   reads for long. What is there is no temporary memory of the device. What is not, arguments too, takes room there while
-   kernels read it.
+   reads for long. What is there is no temporary memory of the device. What is not, arguments too, takes room there
+   while kernels read it.
 4. Each instruction with several results has a table of their addresses in the device's memory, and so has each copy to
    or from the chip; a large buffer is fetched in slices with tables of their own. What takes a donated argument's place
    is made on the chip, as the argument was copied there, and copied to its place.
