@@ -26,7 +26,7 @@ from remat_opt.program.inline import Constant, Equation, scope_of
 from remat_opt.program.masks import is_zero
 from remat_opt.program.platforms import GPUS
 from remat_opt.program.slices import Slice, at_once
-from remat_opt.write.zeros import loop_with_late_stacks, may_wait, zeros_after
+from remat_opt.write.zeros import are_worth_a_barrier, loop_with_late_stacks, may_wait, zeros_after
 
 
 def write(
@@ -167,7 +167,8 @@ class _Writer:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
         if self.zeros_are_late and equation.primitive is P.scatter_add_p and self.is_zeros(equation.inputs[0]):
             aval = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype)
-            (inputs[0],), inputs[2] = zeros_after([aval], inputs[2])
+            if are_worth_a_barrier([aval]):
+                (inputs[0],), inputs[2] = zeros_after([aval], inputs[2])
         scope = scope_of(self.program, equation) if again else None
         with compat.equation_context(equation.source_info, equation.context, scope):
             if equation.primitive is P.scan_p and (awaited := self.awaited_by(equation)):
