@@ -316,6 +316,7 @@ def stored(fun: Callable, *shapes: tuple[int, ...]) -> list[str]:
         (lambda x, w: (jnp.maximum(x, 0.0) @ w, x > 0.0), ["max"]),
         (lambda x, w: (x + 1.0) @ w, ["add"]),
         (lambda x, w: (x @ w, x), []),
+        (lambda x, w: (x @ w, lax.optimization_barrier(x)), []),
     ],
 )
 def test_what_products_alone_read_is_rounded_where_it_is_made(read: Callable, narrow: list[str]) -> None:

@@ -32,10 +32,12 @@ def stored_in_two_bytes(program: Program) -> frozenset[int]:
     stored: set[int] = set()
     for equation in reversed(program.equations):
         for value in equation.outputs:
+            if value in results:
+                continue
             if value not in readers:
                 rounded.add(value)
                 continue
-            if value in results or program.avals[value].dtype != jnp.float32:
+            if program.avals[value].dtype != jnp.float32:
                 continue
             others = [reader for reader in readers[value] if not _takes_two_bytes(reader, value, rounded)]
             if not others:
