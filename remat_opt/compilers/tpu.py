@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Sequence
 
 import numpy as np
-from jax.extend.core import primitives as P
 
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -36,6 +36,8 @@ TABLES_OF_SLICES = 8
 # `max_overlap_to_mem_size_async_copy_ratio`, which is 8 of its own estimates of kernels' times; these are longer than
 # the roofline's: in dumps of WideResNet-28-2 and DenseNet-121 what waits for 0.85 ms of ours stays, for 1.07 does not).
 COPIES_UNREAD = 7
+# What a loop's body or a branch reads, XLA counts there.
+_OF_BODIES = frozenset({"scan", "while", "cond"})
 
 
 def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), *, rates: Rates, capacity: int = ON_CHIP) -> Graph:
@@ -70,7 +72,7 @@ def _kept(graph: Graph, lives: Lives, rates: Rates, capacity: int, clock: _Clock
     arguments = len(graph.inputs)
     sizes = lives.size.copy()
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
-    gains = memory_bounds(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
+    gains = gains_on_chip(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
     unread = clock.longest_unread(lives)
     kept: list[int] = []
     for index in np.lexsort((lives.birth - lives.death, -sizes, -gains)).tolist():
@@ -106,7 +108,7 @@ def _fetch(chip: _Chip, clock: _Clock, size: int, reads: Sequence[int], there_fr
                 is_fetched(read, read)
 
 
-def memory_bounds(graph: Graph, rates: Rates) -> np.ndarray:
+def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
     """For each value the seconds that kernels gain by having it on the chip, or how far the nearest to gaining of them
     is from being bound by memory, negative (XLA's `cost_analysis.cc`, `GetMemoryBoundedness`)."""
     gains: dict[int, float] = {}
@@ -115,10 +117,10 @@ def memory_bounds(graph: Graph, rates: Rates) -> np.ndarray:
             continue
         moved = sum(graph.sizes[value] for value in (*op.inputs, *op.outputs)) / rates.bandwidth
         computed = op.flops / rates.matrix_rate("float32") if op.kind is Kind.PRODUCT else 0.0
-        for value in op.outputs if op.name == P.scan_p.name else (*op.inputs, *op.outputs):
+        for value in op.outputs if op.name in _OF_BODIES else (*op.inputs, *op.outputs):
             gain = graph.sizes[value] / rates.bandwidth if moved > computed else moved - computed
-            before = gains.get(value, gain - 1.0)
-            gains[value] = before + gain if value in gains and min(before, gain) > 0 else max(before, gain)
+            before = gains.get(value, -math.inf)
+            gains[value] = before + gain if before > 0 and gain > 0 else max(before, gain)
     return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))])
 
 
@@ -131,19 +133,23 @@ class _Chip:
             capacity: in bytes.
         """
         self.capacity = capacity
-        self.taken = np.zeros((0, 4), dtype=np.int64)  # first and last kernel, offset and bytes
+        self.count = 0
+        self.rows = np.zeros((64, 4), dtype=np.int64)  # first and last kernel, offset and bytes
 
     def takes(self, size: int, first: int, last: int) -> bool:
         """Whether there is a gap from one kernel to another, which is taken then: the smallest."""
-        beside = self.taken[(self.taken[:, 0] <= last) & (first <= self.taken[:, 1])]
+        rows = self.rows[: self.count]
+        beside = rows[(rows[:, 0] <= last) & (first <= rows[:, 1])]
         beside = beside[np.argsort(beside[:, 2], kind="stable")]
         ends = np.maximum.accumulate(np.concatenate([[0], beside[:, 2] + beside[:, 3]]))
         gaps = np.concatenate([beside[:, 2], [self.capacity]]) - ends
         fitting = np.flatnonzero(gaps >= size)
         if not len(fitting):
             return False
-        offset = ends[fitting[gaps[fitting].argmin()]]
-        self.taken = np.concatenate([self.taken, [[first, last, offset, size]]])
+        if self.count == len(self.rows):
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+        self.rows[self.count] = first, last, ends[fitting[gaps[fitting].argmin()]], size
+        self.count += 1
         return True
 
 

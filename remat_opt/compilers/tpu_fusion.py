@@ -22,18 +22,19 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
     """
     ops: list[list[Op]] = [[op] for op in graph.ops]
     taken: set[int] = set()
+    outputs = frozenset(graph.outputs)
     there = _there_from(graph)
     given_of = {output: given for given, output in graph.aliases}
     for index, op in enumerate(graph.ops):
-        if op.kind is not Kind.PRODUCT or len(op.outputs) != 1 or op.outputs[0] in graph.outputs:
+        if op.kind is not Kind.PRODUCT or len(op.outputs) != 1 or op.outputs[0] in outputs:
             continue
-        steps = _steps_after(graph, taken, elements, there, index)
+        steps = _steps_after(graph, outputs, taken, elements, there, index)
         if not steps:
             continue
         work = [op, *(graph.ops[step] for step in steps)]
         made = [value for one in work for value in one.outputs]
         inside = {index, *steps}
-        stored = [v for v in made if v in graph.outputs or any(user not in inside for user in graph.users[v])]
+        stored = [v for v in made if v in outputs or any(user not in inside for user in graph.users[v])]
         kernel = dataclasses.replace(
             op,
             inputs=tuple(dict.fromkeys(value for one in work for value in one.inputs if value not in made)),
@@ -63,7 +64,12 @@ def _there_from(graph: Graph) -> list[int]:
 
 
 def _steps_after(
-    graph: Graph, taken: Container[int], elements: Sequence[int], there: Sequence[int], product: int
+    graph: Graph,
+    outputs: Container[int],
+    taken: Container[int],
+    elements: Sequence[int],
+    there: Sequence[int],
+    product: int,
 ) -> list[int]:
     """The elementwise ops, in their order, that a product does on its result. What else they read is there before the
     product."""
@@ -87,7 +93,7 @@ def _steps_after(
         (made,) = op.outputs
         if graph.users[made]:
             waiting[made] = set(graph.users[made])
-        if made in graph.outputs and elements[made] != elements[result]:
+        if made in outputs and elements[made] != elements[result]:
             break
         if not waiting or (list(waiting) == [made] and elements[made] == elements[result]):
             found = len(steps)
