@@ -5,7 +5,9 @@ python -m benchmarks.sharded_step
 
 import os
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+from benchmarks import devices_on_cpu
+
+os.environ.update(devices_on_cpu.environment(8))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -11,7 +11,9 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
+from benchmarks import devices_on_cpu
+
+os.environ.update(devices_on_cpu.environment(8))
 
 import jax
 import jax.numpy as jnp

@@ -8,7 +8,9 @@ import os
 import sys
 from typing import Any
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4"
+from benchmarks import devices_on_cpu
+
+os.environ.update(devices_on_cpu.environment(4))
 
 import jax
 import jax.numpy as jnp

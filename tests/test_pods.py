@@ -15,7 +15,8 @@ CHECKOUT = Path(__file__).parent.parent
 # Prints the plans of a step with a loop and of one on a mesh, each planned in several threads at once.
 SCRIPT = """
 import os, sys
-os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+from benchmarks import devices_on_cpu
+os.environ.update(devices_on_cpu.environment(8))
 from concurrent.futures import ThreadPoolExecutor
 import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
