@@ -170,18 +170,21 @@ class Prepared:
 
     @property
     def can_be_foreseen(self) -> bool:
-        """Whether the compilers' model knows the step as it is written: segments inside bodies, scheduled steps and
-        chunks that keep residuals it cannot read yet, and a very large step takes it long; for these the search's own
-        peak stands."""
-        loops = self.loops if self.given else None
-        if loops and (loops.bodies or any(not choice.is_plain for _, choice in loops.chosen)):
-            return False
+        """Whether the compilers' model reads the step as it is written: a very large one takes it long, and for that
+        the search's own peak stands."""
         return len(self.captured.program.equations) <= MOST_FORESEEN
+
+    @property
+    def has_loops_written_again(self) -> bool:
+        """Whether loops or their bodies have another form than in the step as it was given."""
+        loops = self.loops if self.given else None
+        return bool(loops and (loops.bodies or any(not choice.is_plain for _, choice in loops.chosen)))
 
     def graph_as_written(self, solution: Solution) -> Graph:
         """The step as `emit` writes it for a solution, as the target's compiler runs it."""
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
-        return self._compiled(inline(closed, with_barriers=True, keep_names=False), saving_memory=True)
+        program = inline(closed, with_barriers=True, keep_names=False)
+        return self._compiled(program, saving_memory=True, with_chip=not self.has_loops_written_again)
 
     def as_written(self, solution: Solution) -> int:
         """Predicted peak in bytes of the step as it is written for a solution."""
@@ -195,9 +198,8 @@ class Prepared:
         platform = self.target.platform
         return allocated_by(graph, platform, gaps_twice=reports_gaps_twice(platform))
 
-    def _compiled(self, program: Program, saving_memory: bool = False) -> Graph:
-        donated, platform = self.captured.donated, self.target.platform
-        return compiled(program, self.rates, donated, platform=platform, saving_memory=saving_memory)
+    def _compiled(self, program: Program, **options: bool) -> Graph:
+        return compiled(program, self.rates, self.captured.donated, platform=self.target.platform, **options)
 
     @property
     def inputs(self) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
 from remat_opt.compilers.reader import Reader
-from remat_opt.graph.build import bytes_of, op_of, workspace_of
+from remat_opt.graph.build import PeakOfBody, bytes_of, op_of, workspace_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.ordering import behind_operands
@@ -31,8 +31,8 @@ _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 class GpuReader(Reader):
     """Equations as the ops of a GPU's compiler."""
 
-    def __init__(self, program: Program, rates: Rates, platform: str):
-        super().__init__(program, rates, platform)
+    def __init__(self, program: Program, rates: Rates, platform: str, peak_of_body: PeakOfBody | None = None):
+        super().__init__(program, rates, platform, peak_of_body)
         self.work: dict[int, Work] = {}  # by result
         self.merged: dict[int, Merged] = {}  # products that are one, by equation
         self.members: dict[int, Op] = {}  # by equation

@@ -8,6 +8,7 @@ dependencies but no order, and its rules decide what is live when. Each rule bel
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from jax.extend.core import primitives as P
 
@@ -23,7 +24,9 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.program.inline import Program
+from remat_opt.graph.liveness import peak_of
+from remat_opt.program import compat
+from remat_opt.program.inline import Program, inline
 from remat_opt.program.one_hot import by_comparison
 from remat_opt.program.platforms import GPUS
 
@@ -35,6 +38,7 @@ def compiled(
     *,
     platform: str = "",
     saving_memory: bool = False,
+    with_chip: bool = True,
 ) -> Graph:
     """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
 
@@ -44,10 +48,19 @@ def compiled(
         donated: for each input of the program whether its buffer may be reused.
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
+        with_chip: whether buffers on a TPU's chip are left out. Bodies of loops share it with all that waits outside,
+            and where loops were written again that is the most of what lives.
     """
+
+    def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
+        body = inline(jaxpr, with_barriers=True, keep_names=False)
+        reused = reused_by_results(primitive, params, len(body.inputs))
+        kernels = compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, with_chip=False)
+        return peak_of(kernels)
+
     if platform == "tpu":
         program = by_comparison(program)
-    reader = GpuReader(program, rates, platform) if platform in GPUS else Reader(program, rates, platform)
+    reader = (GpuReader if platform in GPUS else Reader)(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
@@ -66,9 +79,18 @@ def compiled(
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
     graph = sharing_places(ordered, platform)
-    if platform == "tpu" and graph.ops:
+    if platform == "tpu" and with_chip and graph.ops:
         return tpu.on_chip(graph, reader.accumulated(), rates=rates)
     return graph
+
+
+def reused_by_results(primitive: Any, params: dict[str, Any], inputs: int) -> tuple[bool, ...]:
+    """For each input of a body whether a result takes its place: what a loop carries, and all that a device has of a
+    mapped function."""
+    if primitive is P.scan_p:
+        constants, carries = compat.scan_counts(params)
+        return tuple(constants <= at < constants + carries for at in range(inputs))
+    return (primitive is compat.shard_map_p,) * inputs
 
 
 def allocated_by(graph: Graph, platform: str, *, gaps_twice: bool = False) -> int:

@@ -20,9 +20,11 @@ from remat_opt.compilers.equations import (
 )
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.graph.build import (
+    PeakOfBody,
     aliases_of,
     bytes_of,
     cpu_conv_copies,
+    in_its_own_order,
     is_constant,
     op_of,
     workspace_of,
@@ -45,10 +47,18 @@ MOST_JOINED = 4
 class Reader:
     """Equations as the ops of a compiler."""
 
-    def __init__(self, program: Program, rates: Rates, platform: str):
+    def __init__(self, program: Program, rates: Rates, platform: str, peak_of_body: PeakOfBody | None = None):
+        """
+        Args:
+            program: as it is lowered.
+            rates: FLOP/s and bytes/s of the target.
+            platform: "cpu", "cuda" or "tpu".
+            peak_of_body: of loops, branches and what each device runs; None for the searches' own.
+        """
         self.program = program
         self.rates = rates
         self.platform = platform
+        self.peak_of_body = peak_of_body or in_its_own_order(rates)
         self.sizes = [bytes_of(aval) for aval in program.avals]
         self.donated: set[int] = set()
         self.ops: list[Op] = []
@@ -215,7 +225,7 @@ class Reader:
         op = dataclasses.replace(op, inputs=self.behind(op.inputs))
         if equation.primitive is P.scan_p:
             op = self.in_place(equation, op)
-        loops = workspace_of_loops(equation.primitive, equation.params, self.rates)
+        loops = workspace_of_loops(equation.primitive, equation.params, self.peak_of_body)
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
@@ -36,8 +37,6 @@ TABLES_OF_SLICES = 8
 # `max_overlap_to_mem_size_async_copy_ratio`, which is 8 of its own estimates of kernels' times; these are longer than
 # the roofline's: in dumps of WideResNet-28-2 and DenseNet-121 what waits for 0.85 ms of ours stays, for 1.07 does not).
 COPIES_UNREAD = 7
-# What a loop's body or a branch reads, XLA counts there.
-_OF_BODIES = frozenset({"scan", "while", "cond"})
 
 
 def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), *, rates: Rates, capacity: int = ON_CHIP) -> Graph:
@@ -117,7 +116,8 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
             continue
         moved = sum(graph.sizes[value] for value in (*op.inputs, *op.outputs)) / rates.bandwidth
         computed = op.flops / rates.matrix_rate("float32") if op.kind is Kind.PRODUCT else 0.0
-        for value in op.outputs if op.name in _OF_BODIES else (*op.inputs, *op.outputs):
+        # What a loop's body or a branch reads, XLA counts there.
+        for value in op.outputs if op.name in OF_BODIES else (*op.inputs, *op.outputs):
             gain = graph.sizes[value] / rates.bandwidth if moved > computed else moved - computed
             before = gains.get(value, -math.inf)
             gains[value] = before + gain if before > 0 and gain > 0 else max(before, gain)

@@ -27,6 +27,9 @@ from remat_opt.program.pooling import BOTH, EXPANDING_PLATFORMS, PLACES, SPREAD,
 from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, REDUCTION
 from remat_opt.program.random_masks import masks_of_bits
 
+PeakOfBody = Callable[[Any, dict[str, Any], Any], int]
+"""The most temporary bytes that a body needs: of a primitive with its parameters, which have the body's jaxpr."""
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Bridge:
@@ -90,7 +93,7 @@ def build(
         space = workspace_of(equation, program, platform)
         inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
         if inside is None:
-            inside = workspace_of_loops(equation.primitive, equation.params, rates)
+            inside = workspace_of_loops(equation.primitive, equation.params, in_its_own_order(rates))
         space = max(space, inside) - _carried_in_place(equation, program, op.inputs, readers)
         if platform in GPUS and equation.primitive in POOLS:  # a loop like others, into which its operand is fused
             op = dataclasses.replace(op, kind=Kind.REDUCTION)
@@ -182,18 +185,26 @@ def _carried_in_place(
     )
 
 
-def workspace_of_loops(primitive: Any, params: dict[str, Any], rates: Rates) -> int:
+def workspace_of_loops(primitive: Any, params: dict[str, Any], peak_of_body: PeakOfBody) -> int:
     """The most temporary bytes that one step of a loop, a branch or one device needs, beside operands and results.
 
     Of a region that holds loops it is that of the loop that needs most.
     """
+    jaxprs = compat.jaxprs_in(params)
     if primitive in (P.scan_p, P.cond_p, compat.shard_map_p):
-        return max(
-            peak_as_written(inline(jaxpr, keep_checkpoints=True), rates, reusing=primitive is compat.shard_map_p)
-            for jaxpr in compat.jaxprs_in(params)
-        )
-    inner = [equation for jaxpr in compat.jaxprs_in(params) for equation in compat.bare_jaxpr(jaxpr).eqns]
-    return max((workspace_of_loops(equation.primitive, equation.params, rates) for equation in inner), default=0)
+        return max(peak_of_body(primitive, params, jaxpr) for jaxpr in jaxprs)
+    inner = [equation for jaxpr in jaxprs for equation in compat.bare_jaxpr(jaxpr).eqns]
+    return max((workspace_of_loops(equation.primitive, equation.params, peak_of_body) for equation in inner), default=0)
+
+
+def in_its_own_order(rates: Rates) -> PeakOfBody:
+    """The peak of a body as the searches see it, in the order in which it is written."""
+
+    def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
+        body = inline(jaxpr, keep_checkpoints=True)
+        return peak_as_written(body, rates, reusing=primitive is compat.shard_map_p)
+
+    return peak_of_body
 
 
 def peak_as_written(program: Program, rates: Rates, *, reusing: bool = False) -> int:

@@ -7,7 +7,15 @@ import functools
 import math
 from collections.abc import Collection, Iterable, Sequence
 
-from remat_opt.graph.build import Bridge, build, bytes_of, flops_of, peak_as_written, workspace_of_loops
+from remat_opt.graph.build import (
+    Bridge,
+    build,
+    bytes_of,
+    flops_of,
+    in_its_own_order,
+    peak_as_written,
+    workspace_of_loops,
+)
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.loops.body import Atom, slice_back
@@ -132,7 +140,7 @@ class PairCosts:
         """The pair as it is."""
         kept = sum(self.stack_bytes(self.pair.forward.ys[y]) for y in self.pair.residual_ys)
         backward = self.pair.backward.equation
-        peak = workspace_of_loops(backward.primitive, backward.params, self.rates)
+        peak = workspace_of_loops(backward.primitive, backward.params, in_its_own_order(self.rates))
         return Option(None, kept, peak + self.gradient_bytes(False), 0.0, 0.0)
 
     def option(self, choice: LoopChoice) -> Option:
