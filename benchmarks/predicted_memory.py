@@ -2,6 +2,7 @@
 
     python -m benchmarks.predicted_memory                      # all rows that have no result yet
     python -m benchmarks.predicted_memory --target h200 --network resnet50 --again
+    python -m benchmarks.predicted_memory --foresee            # predictions alone, where plans are as they were
 
 Each row is compiled in a process of its own and kept in `benchmarks/results/predicted_memory.json` as soon as it is
 there, so that a run can be stopped and taken up again; `predicted_memory.md` is the same as a table. Nothing runs and
@@ -146,6 +147,23 @@ def measure_row(row: Row) -> dict[str, Any]:
     }
 
 
+def foresee_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
+    """A row with the predictions of today, and what was compiled, if its plan is the one that was: as many FLOPs to the
+    last digit. Else plan and compile it again."""
+    import remat_opt
+
+    given, args, kwargs, options = load_step(row)
+    step = remat_opt.optimize(given, target=row.target, verify=False, **options)
+    predicted = step.plan(*args, **kwargs).predicted
+    extra = predicted.extra_flops / predicted.flops
+    if kept["extra_flops"] not in (0.0, extra):
+        return measure_row(row)
+    found = {"plain": predicted.plain_peak_bytes, "optimized": predicted.peak_bytes}
+    if kept["extra_flops"] == 0.0:  # nothing was to gain
+        found["optimized"] = found["plain"]
+    return {**kept, "predicted": found}
+
+
 def walked(plain: Any, step: Any, args: tuple) -> float:
     """Extra FLOPs as a part of the plain step's, counted over what is written, apart from the package."""
     from remat_opt.program import compat
@@ -213,9 +231,9 @@ def save(results: dict[str, dict], file: Path) -> None:
     results_file.save(file, results, (row.key for row in ROWS), to_markdown)
 
 
-def run_apart(row: Row) -> dict[str, Any] | None:
-    """`measure_row` in a process of its own; None where that fails."""
-    command = [sys.executable, "-m", "benchmarks.predicted_memory", "--row", json.dumps(row)]
+def run_apart(row: Row, kept: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """`measure_row`, or with what is kept `foresee_row`, in a process of its own; None where that fails."""
+    command = [sys.executable, "-m", "benchmarks.predicted_memory", "--row", json.dumps([row, kept])]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
         print(finished.stderr[-2000:], file=sys.stderr)
@@ -229,18 +247,21 @@ def main() -> None:
     parser.add_argument("--network", help="this network only")
     parser.add_argument("--target", help="this target only")
     parser.add_argument("--again", action="store_true", help="also rows that have a result")
+    parser.add_argument("--foresee", action="store_true", help="predict again; compile only what is planned otherwise")
     parser.add_argument("--results", type=Path, default=RESULTS / "predicted_memory.json")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.row:
-        print(json.dumps(measure_row(Row(*json.loads(options.row)))))
+        fields, kept = json.loads(options.row)
+        print(json.dumps(foresee_row(Row(*fields), kept) if kept else measure_row(Row(*fields))))
         return
     for row in ROWS:
         wanted = options.network in (None, row.network) and options.target in (None, row.target)
-        if not wanted or (row.key in load(options.results) and not options.again):
+        kept = load(options.results).get(row.key)
+        if not wanted or (kept and not options.again and not options.foresee):
             continue
         print(row.key, flush=True)
-        result = run_apart(row)
+        result = run_apart(row, kept if options.foresee else None)
         if result is not None:
             save({**load(options.results), row.key: result}, options.results)
     print(to_markdown(load(options.results)))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.tpu import Chip
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
@@ -184,7 +185,8 @@ class Prepared:
         """The step as `emit` writes it for a solution, as the target's compiler runs it."""
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
         program = inline(closed, with_barriers=True, keep_names=False)
-        return self._compiled(program, saving_memory=True, with_chip=not self.has_loops_written_again)
+        chip = Chip.NOT_WHAT_LOOPS_MAKE if self.has_loops_written_again else Chip.WHATEVER_FITS
+        return self._compiled(program, saving_memory=True, chip=chip)
 
     def as_written(self, solution: Solution) -> int:
         """Predicted peak in bytes of the step as it is written for a solution."""
@@ -198,7 +200,7 @@ class Prepared:
         platform = self.target.platform
         return allocated_by(graph, platform, gaps_twice=reports_gaps_twice(platform))
 
-    def _compiled(self, program: Program, **options: bool) -> Graph:
+    def _compiled(self, program: Program, **options: Any) -> Graph:
         return compiled(program, self.rates, self.captured.donated, platform=self.target.platform, **options)
 
     @property

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from remat_opt.compilers import packing
 from remat_opt.compilers.model import allocated_by, sharing_places
 from remat_opt.compilers.packing import Chunks, pack, places
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -29,13 +30,20 @@ IN_THE_WAY = Graph(
 )
 
 
-@pytest.mark.parametrize(
-    ("platform", "bytes_allocated"),
-    [("tpu", LARGE + BETWEEN + OTHER), ("cuda", ONE + OTHER + BETWEEN), ("cpu", ONE + OTHER + BETWEEN)],
-)
-def test_what_is_placed_first_decides_what_is_allocated(platform: str, bytes_allocated: int) -> None:
+@pytest.mark.parametrize("platform", ["cuda", "cpu"])
+def test_the_better_of_two_orders_is_taken(platform: str) -> None:
     assert peak_of(IN_THE_WAY) == ONE + OTHER + BETWEEN
-    assert allocated_by(IN_THE_WAY, platform) == bytes_allocated
+    assert allocated_by(IN_THE_WAY, platform) == ONE + OTHER + BETWEEN
+
+
+def test_of_the_orders_that_one_heap_may_take_the_mean_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The large one lives longest, and is placed first, if the compiler counts as we do."""
+    mean = allocated_by(IN_THE_WAY, "tpu")
+    assert ONE + OTHER + BETWEEN < mean < LARGE + BETWEEN + OTHER
+    assert allocated_by(IN_THE_WAY, "tpu") == mean
+    monkeypatch.setattr(packing, "COUNTED_WITHIN", 0)
+    monkeypatch.setattr(packing, "EVENTS_MORE", 0)
+    assert allocated_by(IN_THE_WAY, "tpu") == LARGE + BETWEEN + OTHER
 
 
 def test_a_result_that_takes_an_operands_place_is_no_chunk_of_its_own() -> None:
@@ -47,6 +55,25 @@ def test_a_result_that_takes_an_operands_place_is_no_chunk_of_its_own() -> None:
 def test_a_workspace_is_a_chunk_while_its_kernel_runs() -> None:
     ops = (Op((), (0,)), Op((0,), (1,), workspace=5), Op((1,), (2,)))
     assert allocated_by(Graph((8, 4, 0), ops, outputs=(2,), fused=True), "cpu") == 17
+
+
+def test_what_lives_in_a_loops_body_lies_in_gaps() -> None:
+    """Eight of fourteen lie below what was put on top of something that is gone by then."""
+
+    def graph(name: str) -> Graph:
+        ops = (
+            Op((), (0,)),
+            *(Op((), (), workspace=1) for _ in range(20)),
+            Op((), (1,)),
+            Op((0,), (2,)),
+            Op((), (), name=name, workspace=14),
+            Op((1, 2), (3,)),
+        )
+        return Graph((8, 1, 0, 0), ops, outputs=(3,), fused=True)
+
+    assert peak_of(graph("scan")) == peak_of(graph("")) == 15
+    assert allocated_by(graph("scan"), "tpu") == 15
+    assert allocated_by(graph(""), "tpu") == 23
 
 
 def test_a_step_without_kernels_allocates_nothing() -> None:
@@ -104,8 +131,10 @@ def test_what_finds_no_place_within_a_capacity_has_none(
 
 
 def test_an_old_libtpu_reports_what_lies_idle_once_more() -> None:
-    idle = LARGE + BETWEEN + OTHER - (ONE + OTHER + BETWEEN)
-    assert allocated_by(IN_THE_WAY, "tpu", gaps_twice=True) == LARGE + BETWEEN + OTHER + idle
+    allocated = allocated_by(IN_THE_WAY, "tpu")
+    idle = allocated - (ONE + OTHER + BETWEEN)
+    assert idle > 0
+    assert allocated_by(IN_THE_WAY, "tpu", gaps_twice=True) == allocated + idle
 
 
 @given(LIVES)

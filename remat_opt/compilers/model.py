@@ -38,7 +38,7 @@ def compiled(
     *,
     platform: str = "",
     saving_memory: bool = False,
-    with_chip: bool = True,
+    chip: tpu.Chip = tpu.Chip.WHATEVER_FITS,
 ) -> Graph:
     """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
 
@@ -48,15 +48,14 @@ def compiled(
         donated: for each input of the program whether its buffer may be reused.
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
-        with_chip: whether buffers on a TPU's chip are left out. Bodies of loops share it with all that waits outside,
-            and where loops were written again that is the most of what lives.
+        chip: what may be on a TPU's, and is left out.
     """
 
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
         body = inline(jaxpr, with_barriers=True, keep_names=False)
         reused = reused_by_results(primitive, params, len(body.inputs))
-        kernels = compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, with_chip=False)
-        return peak_of(kernels)
+        nothing = tpu.Chip.NOTHING
+        return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=nothing))
 
     if platform == "tpu":
         program = by_comparison(program)
@@ -79,8 +78,8 @@ def compiled(
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
     graph = sharing_places(ordered, platform)
-    if platform == "tpu" and with_chip and graph.ops:
-        return tpu.on_chip(graph, reader.accumulated(), rates=rates)
+    if platform == "tpu":
+        return tpu.on_chip(graph, reader.accumulated(), rates=rates, chip=chip)
     return graph
 
 

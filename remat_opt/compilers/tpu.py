@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
@@ -39,7 +40,27 @@ TABLES_OF_SLICES = 8
 COPIES_UNREAD = 7
 
 
-def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), *, rates: Rates, capacity: int = ON_CHIP) -> Graph:
+class Chip(enum.Enum):
+    """What may be on the chip for all of its life.
+
+    A loop's body shares it with all that waits outside. What loops that were written again make waits for the whole
+    time between them, too long to stay; and arguments, the weights of all steps, are fetched before anything else finds
+    its gap (in a dump of the scanned GPT 70 of 112 MiB are weights, momentum and updates while the logits live).
+    """
+
+    WHATEVER_FITS = enum.auto()
+    NOT_WHAT_LOOPS_MAKE = enum.auto()
+    NOTHING = enum.auto()
+
+
+def on_chip(
+    graph: Graph,
+    accumulated: frozenset[int] = frozenset(),
+    *,
+    rates: Rates,
+    capacity: int = ON_CHIP,
+    chip: Chip = Chip.WHATEVER_FITS,
+) -> Graph:
     """The graph without the buffers that are on the chip for all of their lives, and with the tables.
 
     Args:
@@ -47,10 +68,13 @@ def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), *, rates: R
         accumulated: results of reductions that are summed up from tile to tile.
         rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.
+        chip: what may be there.
     """
+    if chip is Chip.NOTHING or not graph.ops:
+        return graph
     lives = simulate(graph, save_everything(graph)).lives
     clock = _Clock(graph, capacity, rates.bandwidth)
-    kept = _kept(graph, lives, rates, capacity, clock)
+    kept = _kept(graph, lives, rates, capacity, clock, chip)
     tables = _tables(graph, accumulated) + _tables_of_copies(graph, lives, kept, capacity, clock)
     sizes = list(graph.sizes)
     for value in lives.value[kept].tolist():
@@ -61,7 +85,7 @@ def on_chip(graph: Graph, accumulated: frozenset[int] = frozenset(), *, rates: R
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *graph.ops, last))
 
 
-def _kept(graph: Graph, lives: Lives, rates: Rates, capacity: int, clock: _Clock) -> np.ndarray:
+def _kept(graph: Graph, lives: Lives, rates: Rates, capacity: int, clock: _Clock, allowed: Chip) -> np.ndarray:
     """Indices of the buffers that are on the chip for all of their lives.
 
     Buffers come in the order of what they gain there. What finds no gap for all of its life, or is an argument, lies in
@@ -72,11 +96,15 @@ def _kept(graph: Graph, lives: Lives, rates: Rates, capacity: int, clock: _Clock
     sizes = lives.size.copy()
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
     gains = gains_on_chip(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
+    outside: Collection[int] = ()
+    if allowed is Chip.NOT_WHAT_LOOPS_MAKE:
+        outside = {value for op in graph.ops if op.name in OF_BODIES for value in op.outputs}
+        gains[:arguments] = np.inf
     unread = clock.longest_unread(lives)
     kept: list[int] = []
     for index in np.lexsort((lives.birth - lives.death, -sizes, -gains)).tolist():
         size, birth = int(sizes[index]), int(lives.birth[index])
-        if not 0 < size <= capacity:
+        if not 0 < size <= capacity or lives.value[index] in outside:
             continue
         if index >= arguments:
             if unread[index] <= clock.patience and chip.takes(size, birth, int(lives.death[index])):
