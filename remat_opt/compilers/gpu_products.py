@@ -14,6 +14,7 @@ import jax
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.build import bytes_of
+from remat_opt.graph.dependencies import Dependencies
 from remat_opt.program.inline import Constant, Equation, Program
 
 SMALL = 32 * 2**20  # bytes of operands and result (XLA's `xla_gpu_dot_merger_threshold_mb`)
@@ -93,7 +94,9 @@ def merged_products(program: Program) -> list[Merged]:
     if not classes:
         return []
     candidates = {index for found in classes.values() for index in found}
-    before = _before(program, candidates)
+    reads = ([value for value in equation.inputs if isinstance(value, int)] for equation in program.equations)
+    makes = (equation.outputs for equation in program.equations)
+    before = Dependencies(zip(reads, makes, strict=True), candidates)
     matrices = {index: Matrices.of(program.equations[index], program) for index in candidates}
     merged: list[Merged] = []
     gone: set[int] = set()
@@ -103,7 +106,7 @@ def merged_products(program: Program) -> list[Merged]:
 
 
 def _merge_class(
-    side: int, found: list[int], matrices: dict[int, Matrices], before: dict[int, int], gone: set[int]
+    side: int, found: list[int], matrices: dict[int, Matrices], before: Dependencies, gone: set[int]
 ) -> list[Merged]:
     """Merge what shares one operand, in order; `before` and `gone` are kept up to date."""
     merged = []
@@ -112,42 +115,13 @@ def _merge_class(
         for other in found[at + 1 :]:
             if first in gone or other in gone or whole.dtypes != matrices[other].dtypes:
                 continue
-            own = sum(1 << index for index in group)
-            apart = not before[other] & own and not any(before[index] >> other & 1 for index in group)
+            apart = all(before.are_apart(index, other) for index in group)
             if apart and (whole.is_small or matrices[other].is_small):
                 group.append(other)
                 whole = whole.beside(matrices[other], side)
-                _join(group, before)
+                before.join(group)
         if len(group) > 1:
             gone.update(group)
             is_copied = whole.needs_copy([matrices[index] for index in group], side)
             merged.append(Merged(tuple(group), side, whole, is_copied))
     return merged
-
-
-def _before(program: Program, candidates: set[int]) -> dict[int, int]:
-    """For each candidate those that it depends on, as bits."""
-    known: dict[int, int] = {}  # by value
-    before: dict[int, int] = {}
-    for index, equation in enumerate(program.equations):
-        bits = 0
-        for value in equation.inputs:
-            if isinstance(value, int):
-                bits |= known.get(value, 0)
-        if index in candidates:
-            before[index] = bits
-            bits |= 1 << index
-        if bits:
-            known.update(dict.fromkeys(equation.outputs, bits))
-    return before
-
-
-def _join(group: list[int], before: dict[int, int]) -> None:
-    """Who depends on one of a group depends on all, and on all that they depend on."""
-    own = sum(1 << index for index in group)
-    above = 0
-    for index in group:
-        above |= before[index]
-    for index, bits in before.items():
-        if bits & own or index in group:
-            before[index] = bits | above | (0 if index in group else own)

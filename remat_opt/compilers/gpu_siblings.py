@@ -8,8 +8,8 @@ in memory until the later one's operands were there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 
+from remat_opt.graph.dependencies import Dependencies
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import behind_operands
 
@@ -28,7 +28,8 @@ def join_siblings(graph: Graph) -> Graph:
         readers = [user for user in graph.users[value] if _NUMBER < graph.sizes[value] <= shapes[user]]
         if len(readers) > 1:
             families.append(readers)
-    before = _Before(graph, sorted({kernel for family in families for kernel in family}))
+    candidates = {kernel for family in families for kernel in family}
+    before = Dependencies(((op.inputs, op.outputs) for op in graph.ops), candidates)
     joined: dict[int, int] = {}  # by kernel the one that it is a part of
 
     def whole(kernel: int) -> int:
@@ -42,7 +43,7 @@ def join_siblings(graph: Graph) -> Graph:
                 one, two = sorted((whole(first), whole(other)))
                 if one != two and shapes[one] == shapes[two] and before.are_apart(one, two):
                     joined[one] = two
-                    before.join(one, two)
+                    before.join((one, two))
     return _with_joined(graph, {kernel: whole(kernel) for kernel in joined}) if joined else graph
 
 
@@ -50,38 +51,6 @@ def _loop_of(graph: Graph, op: Op) -> int:
     """Bytes of the one result of a kernel that is a loop; 0 for others."""
     is_loop = op.kind is Kind.ELEMENTWISE and len(op.outputs) == 1 and not op.changed_later and not op.of_views
     return graph.sizes[op.outputs[0]] if is_loop else 0
-
-
-class _Before:
-    """For each of some kernels which of them it depends on, as bits."""
-
-    def __init__(self, graph: Graph, kernels: Sequence[int]):
-        self.place = {kernel: at for at, kernel in enumerate(kernels)}
-        self.bits: list[int] = []
-        known: list[int] = []  # of all kernels, with themselves
-        for index, op in enumerate(graph.ops):
-            bits = 0
-            for maker in {graph.producer[value] for value in op.inputs} - {-1}:
-                bits |= known[maker]
-            at = self.place.get(index)
-            if at is not None:
-                self.bits.append(bits)
-                bits |= 1 << at
-            known.append(bits)
-
-    def are_apart(self, one: int, two: int) -> bool:
-        """Whether neither depends on the other."""
-        at, other = self.place[one], self.place[two]
-        return not (self.bits[other] >> at & 1 or self.bits[at] >> other & 1)
-
-    def join(self, one: int, two: int) -> None:
-        """Who depends on one of two depends on both, and on all that they depend on; kernels before them, too, of
-        which some are parts of later ones."""
-        at, other = self.place[one], self.place[two]
-        own = 1 << at | 1 << other
-        above = self.bits[at] | self.bits[other]
-        self.bits = [bits | above | own if bits & own else bits for bits in self.bits]
-        self.bits[at] = self.bits[other] = above
 
 
 def _with_joined(graph: Graph, joined: dict[int, int]) -> Graph:
