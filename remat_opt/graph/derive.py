@@ -35,7 +35,8 @@ def early_order(graph: Graph) -> tuple[int, ...]:
     """Program order, with the optimizer's updates moved up to where their gradients are ready.
 
     An update is elementwise work that leads to outputs only. It waits for the last reader of the donated argument whose
-    place its result takes, so that it can be done in place; what only feeds it (a decayed moment) is done just before.
+    place its result takes, so that it can be done in place; what only feeds it (a decayed moment) is done just before,
+    but for what frees more than it makes (a part of the sum that a gradient is).
     """
     tail = _tail_ops(graph)
     if not any(tail):
@@ -51,10 +52,17 @@ def early_order(graph: Graph) -> tuple[int, ...]:
             rank[index] = min(index, max([-1, *ready, *readers]))
     outputs = set(graph.outputs)
     for index in range(len(graph.ops) - 1, -1, -1):
-        if tail[index] and outputs.isdisjoint(graph.ops[index].outputs):
+        if tail[index] and outputs.isdisjoint(graph.ops[index].outputs) and not _frees(graph, index):
             users = [rank[user] for value in graph.ops[index].outputs for user in graph.users[value]]
             rank[index] = max(rank[index], min(users, default=index))
     return tuple(sorted(range(len(graph.ops)), key=lambda index: (rank[index], tail[index], index)))
+
+
+def _frees(graph: Graph, index: int) -> bool:
+    """Whether an op is the last to read more bytes than it makes."""
+    op = graph.ops[index]
+    read_last = [v for v in set(op.inputs) if graph.producer[v] >= 0 and graph.users[v][-1] == index]
+    return sum(graph.sizes[v] for v in read_last) > sum(graph.sizes[v] for v in op.outputs)
 
 
 def _tail_ops(graph: Graph) -> list[bool]:

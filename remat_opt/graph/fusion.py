@@ -10,7 +10,8 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
-   size, and of which more than updates is made. Left virtual, both cotangents of a residual connection wait for the
+   size, and of which more than updates is made or which waits for the rest of a larger sum, as the parts of a gradient
+   do of a weight that is used in many places. Left virtual, both cotangents of a residual connection wait for the
    layer before it to be computed again; the sum is one buffer. A compiler would fuse it, so that it is written behind
    a barrier.
 
@@ -77,7 +78,7 @@ def _store_what_is_dear_to_fuse(
 ) -> None:
     sources: dict[int, frozenset[int]] = {}
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
-    passed_on = _passed_on(graph) if sums is not None else []
+    waits = _of_those_that_wait(graph) if sums is not None else []
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE:
             continue
@@ -92,7 +93,7 @@ def _store_what_is_dear_to_fuse(
             moved = sum(graph.sizes[source] for source in read)
             if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
-            elif sums is not None and passed_on[value] and _is_last_of_two(graph, index, value, read, made_of):
+            elif sums is not None and waits[value] and _is_last_of_two(graph, index, value, read, made_of):
                 stored[value] = True
                 sums.add(value)
             else:
@@ -101,14 +102,24 @@ def _store_what_is_dear_to_fuse(
                     made_of.setdefault(source, [source]).append(value)
 
 
-def _passed_on(graph: Graph) -> list[bool]:
-    """For each value, whether anything but elementwise work is made of it: not so in an optimizer's update, which
-    follows its gradient at once."""
+def _of_those_that_wait(graph: Graph) -> list[bool]:
+    """For each value, whether anything but elementwise work is made of it, or waited for by who reads it.
+
+    Neither is so in an optimizer's update, which follows its gradient at once. Of a weight that is used in many places
+    the gradient is a sum of many, and a part of it waits for the rest.
+    """
     found = [False] * len(graph.sizes)
     for op in reversed(graph.ops):
         if op.kind is not Kind.ELEMENTWISE or any(found[value] for value in op.outputs):
             for value in op.inputs:
                 found[value] = True
+    there = [-1] * len(graph.sizes)  # from which op on it can be made, elementwise work aside
+    for index, op in enumerate(graph.ops):
+        ready = max((there[value] for value in op.inputs), default=-1) if op.kind is Kind.ELEMENTWISE else index
+        for value in op.inputs:
+            found[value] = found[value] or there[value] < ready
+        for value in op.outputs:
+            there[value] = ready
     return found
 
 
