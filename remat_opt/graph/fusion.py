@@ -10,10 +10,10 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
-   size, and of which more than updates is made or which waits for the rest of a larger sum, as the parts of a gradient
-   do of a weight that is used in many places. Left virtual, both cotangents of a residual connection wait for the
-   layer before it to be computed again; the sum is one buffer. A compiler would fuse it, so that it is written behind
-   a barrier.
+   size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
+   the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
+   connection wait for the layer before it to be computed again; the sum is one buffer. A compiler would fuse it, so
+   that it is written behind a barrier.
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
 virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever
@@ -78,7 +78,7 @@ def _store_what_is_dear_to_fuse(
 ) -> None:
     sources: dict[int, frozenset[int]] = {}
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
-    waits = _of_those_that_wait(graph) if sums is not None else []
+    passed_on, waits = (_passed_on(graph), _waiting(graph)) if sums is not None else ([], [])
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.ELEMENTWISE:
             continue
@@ -93,7 +93,11 @@ def _store_what_is_dear_to_fuse(
             moved = sum(graph.sizes[source] for source in read)
             if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
-            elif sums is not None and waits[value] and _is_last_of_two(graph, index, value, read, made_of):
+            elif (
+                sums is not None
+                and (passed_on[value] or (waits[value] and _is_of_products(graph, read, sums)))
+                and _is_last_of_two(graph, index, value, read, made_of)
+            ):
                 stored[value] = True
                 sums.add(value)
             else:
@@ -102,17 +106,21 @@ def _store_what_is_dear_to_fuse(
                     made_of.setdefault(source, [source]).append(value)
 
 
-def _of_those_that_wait(graph: Graph) -> list[bool]:
-    """For each value, whether anything but elementwise work is made of it, or waited for by who reads it.
-
-    Neither is so in an optimizer's update, which follows its gradient at once. Of a weight that is used in many places
-    the gradient is a sum of many, and a part of it waits for the rest.
-    """
+def _passed_on(graph: Graph) -> list[bool]:
+    """For each value, whether anything but elementwise work is made of it: not so in an optimizer's update, which
+    follows its gradient at once."""
     found = [False] * len(graph.sizes)
     for op in reversed(graph.ops):
         if op.kind is not Kind.ELEMENTWISE or any(found[value] for value in op.outputs):
             for value in op.inputs:
                 found[value] = True
+    return found
+
+
+def _waiting(graph: Graph) -> list[bool]:
+    """For each value, whether who reads it waits for something else: so does a part of a sum for the rest, as the
+    gradient is one of a weight that is used in many places."""
+    found = [False] * len(graph.sizes)
     there = [-1] * len(graph.sizes)  # from which op on it can be made, elementwise work aside
     for index, op in enumerate(graph.ops):
         ready = max((there[value] for value in op.inputs), default=-1) if op.kind is Kind.ELEMENTWISE else index
@@ -121,6 +129,13 @@ def _of_those_that_wait(graph: Graph) -> list[bool]:
         for value in op.outputs:
             there[value] = ready
     return found
+
+
+def _is_of_products(graph: Graph, read: frozenset[int], sums: Container[int]) -> bool:
+    """Whether something is made of products and sums of them alone, which can be put off no further. (What an embedding
+    scatters is small until it is scattered, and compilers scatter it into the sum.)"""
+    makers = (graph.producer[source] for source in read if source not in sums)
+    return all(maker >= 0 and graph.ops[maker].kind is Kind.CONTRACTION for maker in makers)
 
 
 def _is_last_of_two(graph: Graph, index: int, value: int, read: frozenset[int], made_of: dict[int, list[int]]) -> bool:
