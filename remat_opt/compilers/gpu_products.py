@@ -18,7 +18,8 @@ from remat_opt.graph.dependencies import Dependencies
 from remat_opt.program.inline import Constant, Equation, Program
 
 SMALL = 32 * 2**20  # bytes of operands and result (XLA's `xla_gpu_dot_merger_threshold_mb`)
-_FRAGMENT = 64  # operands whose sides are multiples lie side by side for the product alone
+_FRAGMENT = 64  # operands whose sides are multiples lie side by side for the product alone,
+_MOST_PARTS = 4  # if they are no more than a kernel reads for one operand (`triton_fusion_analysis.h`)
 
 
 class Matrices(NamedTuple):
@@ -69,7 +70,8 @@ class Matrices(NamedTuple):
 
     def needs_copy(self, others: list[Matrices], side: int) -> bool:
         """Whether the operands that differ are copied side by side before the product."""
-        return any((one.columns if side == 0 else one.rows) % _FRAGMENT for one in others)
+        is_even = not any((one.columns if side == 0 else one.rows) % _FRAGMENT for one in others)
+        return not is_even or len(others) > _MOST_PARTS
 
 
 class Merged(NamedTuple):

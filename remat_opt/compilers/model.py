@@ -29,6 +29,7 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.one_hot import by_comparison
 from remat_opt.program.platforms import GPUS
+from remat_opt.program.splits import by_slices
 
 
 def compiled(
@@ -57,8 +58,7 @@ def compiled(
         nothing = tpu.Chip.NOTHING
         return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=nothing))
 
-    if platform == "tpu":
-        program = by_comparison(program)
+    program = by_slices(by_comparison(program) if platform == "tpu" else program)
     reader = (GpuReader if platform in GPUS else Reader)(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
