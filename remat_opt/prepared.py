@@ -154,7 +154,8 @@ class Prepared:
             return self.bridge.graph
         program = self.captured.given
         if program.entered_checkpoints and not compat.expands_barriers(self.target.platform):
-            program = inline(self.captured.traced.jaxpr, with_barriers=True, keep_names=False)
+            closed = compat.without_dead_code(self.captured.traced.jaxpr)
+            program = inline(closed, with_barriers=True, keep_names=False)
         return self._compiled(program)
 
     @functools.cached_property

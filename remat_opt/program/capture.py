@@ -58,7 +58,8 @@ def capture_traced(traced: Any, *, platform: str = "cpu", **inline_options: bool
     """
     closed_over = compat.closed_over_tracers(traced)
     given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
-    program = inline(traced.jaxpr, **inline_options)
+    # Compilers drop what no loop reads; else the search would see residuals that nobody stores.
+    program = inline(compat.without_dead_code(traced.jaxpr), **inline_options)
     planned = by_comparison(program) if platform in FUSING_PLATFORMS else program
     planned = mask_by_outputs(in_two_parts(planned))
     return Captured(traced, program, planned, (False,) * len(closed_over) + given, closed_over)
