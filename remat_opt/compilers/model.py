@@ -55,8 +55,7 @@ def compiled(
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
         body = inline(jaxpr, with_barriers=True, keep_names=False)
         reused = reused_by_results(primitive, params, len(body.inputs))
-        nothing = tpu.Chip.NOTHING
-        return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=nothing))
+        return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip))
 
     program = by_slices(by_comparison(program) if platform == "tpu" else program)
     reader = (GpuReader if platform in GPUS else Reader)(program, rates, platform, peak_of_body)

@@ -43,14 +43,12 @@ COPIES_UNREAD = 7
 class Chip(enum.Enum):
     """What may be on the chip for all of its life.
 
-    A loop's body shares it with all that waits outside. What loops that were written again make waits for the whole
-    time between them, too long to stay; and arguments, the weights of all steps, are fetched before anything else finds
+    What loops that were written again make waits for the whole time between them, too long to stay; and arguments, the weights of all steps, are fetched before anything else finds
     its gap (in a dump of the scanned GPT 70 of 112 MiB are weights, momentum and updates while the logits live).
     """
 
     WHATEVER_FITS = enum.auto()
     NOT_WHAT_LOOPS_MAKE = enum.auto()
-    NOTHING = enum.auto()
 
 
 def on_chip(
@@ -70,7 +68,7 @@ def on_chip(
         capacity: bytes on the chip.
         chip: what may be there.
     """
-    if chip is Chip.NOTHING or not graph.ops:
+    if not graph.ops:
         return graph
     lives = simulate(graph, save_everything(graph)).lives
     clock = _Clock(graph, capacity, rates.bandwidth)
