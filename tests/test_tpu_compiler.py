@@ -38,6 +38,9 @@ def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
 def test_tiles_of_a_tpu() -> None:
     assert padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
     assert padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
+    # Rows of a small batch's images in eight parts, with a column of their neighbours', as in XLA's dumps.
+    assert padded_bytes((4, 256, 256, 64), 4, is_image=True) == 256 * (8 * 4) * 33 * 128 * 4
+    assert padded_bytes((4, 16, 56, 56, 16), 4, is_image=True) == 16 * 56 * 8 * 16 * 128 * 4
     assert padded_bytes((16, 1000), 2) == 16 * 1024 * 2
     assert padded_bytes((3,), 4) == 512
     assert padded_bytes((), 4) == 512

@@ -2,7 +2,8 @@
 
 Arrays are stored in tiles of 128 lanes by 8 sublanes of 4 bytes (16 of 2 bytes, 32 of one); the two dimensions that lie
 in them are padded to multiples. The compiler chooses the dimensions: of an image's array batch and features, of any
-other those that pad least.
+other those that pad least. A batch that fills no tile it makes eight times as large: eight parts of a row of each image
+are images of their own, side by side in the batch, with a column of their neighbours' (`space_to_batch_converter.cc`).
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 _LANES, _SUBLANES = 128, 8
+_PARTS = 8  # of a row
 
 
 def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, with_batch_in_lanes: bool = False) -> int:
@@ -31,14 +33,22 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
     if is_image and last > 1:
+        shape = _with_space_in_batch(shape)
         pairs = [(0, last)] if with_batch_in_lanes else [(last, 0), (0, last)]
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
 def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
     """Whether an image pads less with the batch in the lanes than with the features there; arguments as above."""
-    last = len(shape) - 1
+    last, shape = len(shape) - 1, _with_space_in_batch(shape)
     return _tiled_bytes(shape, item, 0, last) < _tiled_bytes(shape, item, last, 0)
+
+
+def _with_space_in_batch(shape: Sequence[int]) -> Sequence[int]:
+    batch, *space, row, features = shape
+    if batch >= _SUBLANES:
+        return shape
+    return (batch * _PARTS, *space, -(-(row + 1) // _PARTS), features)
 
 
 def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int) -> int:
