@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import BIASES, WINDOWED, draws_by_arithmetic
+from remat_opt.compilers.equations import WINDOWED, draws_by_arithmetic
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
 from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
@@ -23,7 +23,7 @@ from remat_opt.graph.ordering import behind_operands
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
+from remat_opt.program.primitives import ELEMENTWISE, MOVES
 
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 
@@ -207,6 +207,9 @@ class GpuReader(Reader):
 
         Rectifiers of that shape compare with the same zeros; and what one reader needs in memory is in memory for all.
         """
+        selects = (equation for equation in self.equations if equation.primitive is P.select_n_p)
+        chosen = (one for one in selects if any(is_zero(self.number_in(x)) for x in one.inputs[1:]))
+        selected = {(aval.shape, aval.dtype) for one in chosen for aval in [self.program.avals[one.outputs[0]]]}
         for index, equation in enumerate(self.equations):
             if equation.primitive is not P.max_p or not is_zero(equation.inputs[1]):
                 continue
@@ -218,13 +221,12 @@ class GpuReader(Reader):
             maker = next(at for at, other in enumerate(self.ops) if zeros in other.outputs)
             if not self.ops[maker].inputs:
                 self.ops[maker] = dataclasses.replace(self.ops[maker], inputs=op.inputs)
-                if self.is_rectified(equation.outputs[0]):
+                if (aval.shape, aval.dtype) in selected:
                     self.copy_zeros(maker, zeros)
             self.ops[index] = dataclasses.replace(op, inputs=(*op.inputs, zeros))
 
     def copy_zeros(self, maker: int, zeros: int) -> None:
-        """Give the scatter zeros of its own: those of a rectified product are read for the rectifier's gradient, too.
-        (Behind a normalisation that is a part of other kernels.)"""
+        """Give the scatter zeros of its own: a rectifier's gradient is a choice between those and what is scattered."""
         own = self.new(self.sizes[zeros])
         for at, op in enumerate(self.ops):
             if zeros in op.inputs:
@@ -233,15 +235,6 @@ class GpuReader(Reader):
             if buffer == zeros:
                 self.same[value] = (own, *tokens)
         self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
-
-    def is_rectified(self, value: int) -> bool:
-        """Whether a value is a rectified contraction, with at most a bias."""
-        (given, *_) = self.producer[value].inputs
-        maker = self.producer.get(given) if isinstance(given, int) else None
-        if maker is not None and maker.primitive in BIASES:
-            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
-            return any(one is not None and one.primitive in CONTRACTION for one in makers)
-        return maker is not None and maker.primitive in CONTRACTION
 
     def with_buffers(self, work: Work) -> Work:
         return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
@@ -337,8 +330,10 @@ class GpuReader(Reader):
         first, second, result = merged.matrices.avals
         if merged.is_copied:
             copied = self.new(bytes_of(second if merged.side == 0 else first))
-            ops.append(Op(inputs, (copied,), kind=Kind.ELEMENTWISE, name="concatenate"))
-            inputs = (*inputs, copied)
+            shared = set.intersection(*(set(member.inputs) for member in members))
+            apart = tuple(value for value in inputs if value not in shared)
+            ops.append(Op(apart, (copied,), kind=Kind.ELEMENTWISE, name=P.concatenate_p.name))
+            inputs = (*(value for value in inputs if value in shared), copied)
         whole = self.new(bytes_of(result))
         flops = sum(member.flops for member in members)
         product = dataclasses.replace(members[-1], inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
