@@ -98,6 +98,16 @@ def normalised_and_pooled(kernels: list[jax.Array], images: jax.Array) -> Any:
     return updated(loss, kernels)
 
 
+def logits_of_odd_words(weights: list[jax.Array], x: jax.Array) -> Any:
+    """A number of words that no power of two divides: their gradient is padded for the product that sums over them."""
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        first, second = weights
+        return jax.nn.logsumexp(jnp.tanh(x @ first) @ second).mean()
+
+    return updated(loss, weights)
+
+
 def keys_of_all_layers(weights: list[jax.Array], x: jax.Array, latents: jax.Array) -> Any:
     """Layers with the same weights, whose keys and values are made of the same array: the weights' gradients of all
     layers are one product, of all keys' gradients side by side, which lie transposed in part."""
@@ -118,6 +128,7 @@ STEPS = [
     (strided, ([array(3, 3, 32, 32)] * 6, array(16, 128, 128, 32))),
     (messages, ([array(128, 128)] * 4, array(16384, 128), jax.ShapeDtypeStruct((65536,), jnp.int32))),
     (normalised_and_pooled, ([array(3, 3, 3, 16), array(3, 3, 16, 32)], array(32, 64, 64, 3))),
+    (logits_of_odd_words, ([array(128, 128), array(128, 16382)], array(1024, 128))),
     (keys_of_all_layers, ([array(48), *[array(48, 1, 128)] * 2], array(8, 2048, 48), array(8, 64, 1, 128))),
 ]
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import WINDOWED, draws_by_arithmetic
-from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
+from remat_opt.compilers.gpu import MOST_FUSED_PARTS, Split, split_of
 from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_orders import Orders
@@ -62,16 +62,19 @@ class GpuReader(Reader):
             op = self.product(equation)
             operands = [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in equation.inputs]
             result = self.program.avals[equation.outputs[0]]
-            partial = partial_products(equation.params, operands, result)
+            split = split_of(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
-            copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=bool(partial) or not is_plain))
-            if not partial and self.orders.is_read_otherwise(equation):
+            of_views = split.parts > 1 or not is_plain
+            copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=of_views))
+            if split.padded > split.summed:
+                copies, op = self.padded_for(equation, op, split)
+            if split.parts == 1 and self.orders.is_read_otherwise(equation):
                 (made,) = op.outputs
                 as_written = self.new(self.sizes[made])
                 copies.append(dataclasses.replace(op, outputs=(as_written,)))
                 # Not an elementwise kernel: it is not done in its readers, which would read in steps, nor in place.
                 return [*copies, Op((as_written,), (made,), kind=Kind.REDUCTION, name="copy")]
-            return [*copies, *self.in_parts(op, partial, result.size)]
+            return [*copies, *self.in_parts(op, split, result.size)]
         if equation.primitive is P.conv_general_dilated_p:
             return self.convolution(equation, op)
         if equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p:  # loops that compute what they read
@@ -110,6 +113,21 @@ class GpuReader(Reader):
                 copies.append(Op(self.behind([operand]), (made,), kind=Kind.ELEMENTWISE, name="copy", of_views=True))
             op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
         return copies, op
+
+    def padded_for(self, equation: Equation, op: Op, split: Split) -> tuple[list[Op], Op]:
+        """Operands of a product as they are padded to be divided, once for all who need the same, and the product that
+        reads those."""
+        pads: list[Op] = []
+        inputs = []
+        for operand, axes in zip(equation.inputs, equation.params["dimension_numbers"][0], strict=True):
+            if isinstance(operand, Constant) or operand in self.constants:
+                continue
+            key = (operand, axes, split.padded)
+            if key not in self.copies:
+                self.copies[key] = self.new(split.grown(self.sizes[operand]))
+                pads.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name=P.pad_p.name))
+            inputs.append(self.copies[key])
+        return pads, dataclasses.replace(op, inputs=tuple(dict.fromkeys(inputs)))
 
     def into(self, array: int | Constant, op: Op) -> Op:
         """As of all platforms; into zeros of its own where there are none yet."""
@@ -328,16 +346,23 @@ class GpuReader(Reader):
         inputs = tuple(dict.fromkeys(value for member in members for value in member.inputs))
         ops: list[Op] = []
         first, second, result = merged.matrices.avals
-        if merged.is_copied:
-            copied = self.new(bytes_of(second if merged.side == 0 else first))
-            shared = set.intersection(*(set(member.inputs) for member in members))
-            apart = tuple(value for value in inputs if value not in shared)
+        split = split_of(merged.matrices.params, (first, second), result)
+        is_padded = split.padded > split.summed
+        if merged.is_copied or is_padded:
+            in_all = set.intersection(*(set(member.inputs) for member in members))
+            apart = tuple(value for value in inputs if value not in in_all)
+            inputs = tuple(value for value in inputs if value in in_all)
+            shared, other = (bytes_of(aval) for aval in ((first, second) if merged.side == 0 else (second, first)))
+            if is_padded:
+                ops.append(Op(inputs, (self.new(split.grown(shared)),), kind=Kind.ELEMENTWISE, name=P.pad_p.name))
+                inputs = ops[-1].outputs
+            copied = self.new(split.grown(other))
             ops.append(Op(apart, (copied,), kind=Kind.ELEMENTWISE, name=P.concatenate_p.name))
-            inputs = (*(value for value in inputs if value in shared), copied)
+            inputs = (*inputs, copied)
         whole = self.new(bytes_of(result))
         flops = sum(member.flops for member in members)
         product = dataclasses.replace(members[-1], inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
-        ops += self.in_parts(product, partial_products(merged.matrices.params, (first, second), result), result.size)
+        ops += self.in_parts(product, split, result.size)
         for member in members:
             self.summed.update(member.outputs)
             (part,) = member.outputs
@@ -346,16 +371,15 @@ class GpuReader(Reader):
             ops.append(Op((whole,), (part,), kind=Kind.ELEMENTWISE, name="slice"))
         return ops
 
-    def in_parts(self, op: Op, partial: int, elements: int) -> Sequence[Op]:
+    def in_parts(self, op: Op, split: Split, elements: int) -> Sequence[Op]:
         """A product of which parts are summed up in a kernel of their own; a sum of few is fused like other work."""
-        if not partial:
+        if split.parts == 1:
             return [op]
         (result,) = op.outputs
-        parts = partial / (4 * elements)
-        kind = Kind.ELEMENTWISE if parts < MOST_FUSED_PARTS else Kind.REDUCTION
+        kind = Kind.ELEMENTWISE if split.parts < MOST_FUSED_PARTS else Kind.REDUCTION
         self.summed.add(result)
-        made = self.new(partial)
-        self.work[result] = Work(7.0 * parts * elements, elements / BLOCK)
+        made = self.new(split.written)
+        self.work[result] = Work(7.0 * split.parts * elements, elements / BLOCK)
         return [dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
 
     def sort(self) -> None:
