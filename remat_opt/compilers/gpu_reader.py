@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import WINDOWED, draws_by_arithmetic
+from remat_opt.compilers.equations import WINDOWED, draws_by_arithmetic, moves_ones_only
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, Split, split_of
 from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
@@ -44,6 +44,9 @@ class GpuReader(Reader):
 
     def prepare(self) -> None:
         self.merged = {index: one for one in merged_products(self.program) for index in one.equations}
+
+    def is_renamed(self, equation: Equation) -> bool:
+        return moves_ones_only(equation, self.program) or super().is_renamed(equation)
 
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         if equation.outputs:

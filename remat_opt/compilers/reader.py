@@ -15,7 +15,6 @@ from remat_opt.compilers.equations import (
     is_dear,
     is_half,
     is_matrix_transpose,
-    moves_ones_only,
     product_copies,
     product_orders,
 )
@@ -196,7 +195,7 @@ class Reader:
 
     def is_renamed(self, equation: Equation) -> bool:
         """Whether an equation gives the bytes of an array another shape; nothing is run for that."""
-        if equation.primitive is compat.layout_constraint_p or moves_ones_only(equation, self.program):
+        if equation.primitive is compat.layout_constraint_p:
             return True
         if equation.primitive not in RESHAPING or len(equation.inputs) != 1 or isinstance(equation.inputs[0], Constant):
             return False
