@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers.gpu import partial_products
+from remat_opt.compilers.gpu import split_of
 from remat_opt.compilers.model import compiled, sharing_places, with_copies_of_donated
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion_loops import fuse_loops
@@ -176,7 +176,7 @@ def test_a_product_with_few_tiles_is_split_over_the_multiprocessors() -> None:
         params = {"dimension_numbers": (((1,), (0,)), ((), ()))}
         shapes = [(rows, summed), (summed, columns)]
         operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return partial_products(params, operands, jax.ShapeDtypeStruct((rows, columns), jnp.float32))
+        return split_of(params, operands, jax.ShapeDtypeStruct((rows, columns), jnp.float32)).written
 
     assert space(128, 128, 2048) == 32 * 128 * 128 * 4  # as XLA's dump of such a product shows
     assert space(4096, 4096, 4096) == 0

@@ -81,10 +81,55 @@ def messages(weights: list[jax.Array], nodes: jax.Array, receivers: jax.Array) -
     return updated(loss, weights)
 
 
+def normalised_and_pooled(kernels: list[jax.Array], images: jax.Array) -> Any:
+    """Convolutions, each normalised, rectified and pooled: the rectifier's gradient needs zeros when the pool's has
+    been scattered into zeros."""
+
+    def loss(kernels: list[jax.Array]) -> jax.Array:
+        hidden = images
+        for kernel in kernels:
+            hidden = lax.conv_general_dilated(
+                hidden, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+            )
+            hidden = jax.nn.relu((hidden - hidden.mean((0, 1, 2))) * lax.rsqrt(hidden.var((0, 1, 2)) + 1e-5))
+            hidden = lax.reduce_window(hidden, -jnp.inf, lax.max, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+        return (hidden**2).mean()
+
+    return updated(loss, kernels)
+
+
+def logits_of_odd_words(weights: list[jax.Array], x: jax.Array) -> Any:
+    """A number of words that no power of two divides: their gradient is padded for the product that sums over them."""
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        first, second = weights
+        return jax.nn.logsumexp(jnp.tanh(x @ first) @ second).mean()
+
+    return updated(loss, weights)
+
+
+def keys_of_all_layers(weights: list[jax.Array], x: jax.Array, latents: jax.Array) -> Any:
+    """Layers with the same weights, whose keys and values are made of the same array: the weights' gradients of all
+    layers are one product, of all keys' gradients side by side, which lie transposed in part."""
+
+    def loss(weights: list[jax.Array]) -> jax.Array:
+        hidden, (scale, *projections) = latents, weights
+        for _ in range(3):
+            keys, values = (jnp.einsum("bsd,dhe->bshe", x * scale, weight) for weight in projections)
+            scores = jax.nn.softmax(jnp.einsum("bqhe,bshe->bhqs", hidden, keys))
+            hidden = hidden + jnp.einsum("bhqs,bshe->bqhe", scores, values)
+        return (hidden**2).mean()
+
+    return updated(loss, weights)
+
+
 STEPS = [
     (attention_of_few_keys, ([array(256, 2, 4, 32)] * 4, array(4, 256, 256))),
     (strided, ([array(3, 3, 32, 32)] * 6, array(16, 128, 128, 32))),
     (messages, ([array(128, 128)] * 4, array(16384, 128), jax.ShapeDtypeStruct((65536,), jnp.int32))),
+    (normalised_and_pooled, ([array(3, 3, 3, 16), array(3, 3, 16, 32)], array(32, 64, 64, 3))),
+    (logits_of_odd_words, ([array(128, 128), array(128, 16382)], array(1024, 128))),
+    (keys_of_all_layers, ([array(48), *[array(48, 1, 128)] * 2], array(8, 2048, 48), array(8, 64, 1, 128))),
 ]
 
 

@@ -15,7 +15,6 @@ _DIVISIONS = named("div rem")
 SUMS = named("add add_jaxvals")
 RESHAPING = named("reshape squeeze broadcast_in_dim")
 CUTTING = named("pad slice dynamic_slice")  # or making longer
-BIASES = named("add sub")
 WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 
 
@@ -58,6 +57,15 @@ def multiplies_only(equation: Equation, value: int) -> bool:
 def is_matrix_transpose(equation: Equation) -> bool:
     """Whether an equation transposes a matrix."""
     return equation.primitive is P.transpose_p and len(equation.params["permutation"]) == 2
+
+
+def moves_ones_only(equation: Equation, program: Program) -> bool:
+    """Whether an equation transposes an array of which all dimensions that are larger than one stay in their order."""
+    if equation.primitive is not P.transpose_p or not isinstance(equation.inputs[0], int):
+        return False
+    shape = program.avals[equation.inputs[0]].shape
+    large = [axis for axis in equation.params["permutation"] if shape[axis] > 1]
+    return large == sorted(large)
 
 
 def is_half(aval: Any) -> bool:

@@ -21,6 +21,8 @@ import dataclasses
 import heapq
 from collections.abc import Mapping, Sequence
 
+from jax.extend.core import primitives as P
+
 from remat_opt.graph.fusion import Fusion, merge, stored_by_kind
 from remat_opt.graph.graph import Graph, Kind
 
@@ -42,12 +44,14 @@ class Work:
         blocks: in which the kernel is divided where this is its result.
         uses: how often each element of an operand is read, or which part of it; once where nothing is said.
         used: which part of what memory gives is used, where neighbours in the result are none in the operand.
+        within: the same where a concatenation makes the value, which transposes nothing by way of a tile of its own.
     """
 
     cycles: float
     blocks: float
     uses: Mapping[int, float] = dataclasses.field(default_factory=dict)
     used: float = 1.0
+    within: float = 1.0
 
 
 def fuse_by_cost(graph: Graph, work: Mapping[int, Work], bandwidth: float) -> Fusion:
@@ -77,6 +81,7 @@ class _Kernels:
         self.blocks: list[float] = []
         self.written: list[int] = []
         self.used: list[float] = []
+        self.within: list[float] = []
         for op in graph.ops:
             made = sum(graph.sizes[value] for value in op.outputs)
             own = work.get(op.outputs[0]) if op.outputs else None
@@ -86,6 +91,7 @@ class _Kernels:
             self.blocks.append(max(own.blocks, 1.0))
             self.written.append(made)
             self.used.append(own.used)
+            self.within.append(own.within)
         self.users: list[set[int]] = [set(users) for users in graph.users]
         self.copied: set[int] = set()  # buffers that only products read: kernels compute them again
         self.gains: dict[int, dict[int, float]] = {}  # by op and reader: seconds saved in that reader
@@ -162,13 +168,17 @@ class _Kernels:
             reads[value] = max(reads.get(value, 0.0), uses * own)
         return reads
 
+    def used_together(self, op: int, user: int) -> float:
+        is_joined = self.graph.ops[user].name == P.concatenate_p.name
+        return min(self.used[op], self.used[user], self.within[op] if is_joined else 1.0)
+
     def gain(self, op: int, user: int) -> float:
         """Seconds that a reader saves; minus infinity where it would have too many operands."""
         reads = self.together(op, user)
         if len(reads) + len(self.graph.ops[user].outputs) > max(MOST_BUFFERS, len(self.reads[user]) + 1):
             return float("-inf")
         cycles = self.cycles[user] + self.reads[user][self.made(op)] * self.cycles[op]
-        used = min(self.used[op], self.used[user])
+        used = self.used_together(op, user)
         return self.alone(user) - self.seconds(cycles, reads, self.blocks[user], self.written[user], used)
 
     def weigh(self, op: int) -> None:
@@ -189,7 +199,8 @@ class _Kernels:
         for user in readers:
             self.cycles[user] += self.reads[user][value] * self.cycles[op]
             self.reads[user] = self.together(op, user)
-            self.used[user] = min(self.used[op], self.used[user])
+            self.used[user] = self.used_together(op, user)
+            self.within[user] = min(self.within[op], self.within[user])
         for operand in self.reads[op]:
             if op not in self.viewed:
                 self.users[operand].discard(op)

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import BIASES, WINDOWED, draws_by_arithmetic
-from remat_opt.compilers.gpu import MOST_FUSED_PARTS, partial_products
+from remat_opt.compilers.equations import WINDOWED, draws_by_arithmetic, moves_ones_only
+from remat_opt.compilers.gpu import MOST_FUSED_PARTS, Split, split_of
 from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_orders import Orders
@@ -23,7 +23,7 @@ from remat_opt.graph.ordering import behind_operands
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
+from remat_opt.program.primitives import ELEMENTWISE, MOVES
 
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 
@@ -45,6 +45,9 @@ class GpuReader(Reader):
     def prepare(self) -> None:
         self.merged = {index: one for one in merged_products(self.program) for index in one.equations}
 
+    def is_renamed(self, equation: Equation) -> bool:
+        return moves_ones_only(equation, self.program) or super().is_renamed(equation)
+
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         if equation.outputs:
             self.work[equation.outputs[0]] = self.with_buffers(work_of(equation, self.program))
@@ -62,16 +65,19 @@ class GpuReader(Reader):
             op = self.product(equation)
             operands = [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in equation.inputs]
             result = self.program.avals[equation.outputs[0]]
-            partial = partial_products(equation.params, operands, result)
+            split = split_of(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
-            copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=bool(partial) or not is_plain))
-            if not partial and self.orders.is_read_otherwise(equation):
+            of_views = split.parts > 1 or not is_plain
+            copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=of_views))
+            if split.padded > split.summed:
+                copies, op = self.padded_for(equation, op, split)
+            if split.parts == 1 and self.orders.is_read_otherwise(equation):
                 (made,) = op.outputs
                 as_written = self.new(self.sizes[made])
                 copies.append(dataclasses.replace(op, outputs=(as_written,)))
                 # Not an elementwise kernel: it is not done in its readers, which would read in steps, nor in place.
                 return [*copies, Op((as_written,), (made,), kind=Kind.REDUCTION, name="copy")]
-            return [*copies, *self.in_parts(op, partial, result.size)]
+            return [*copies, *self.in_parts(op, split, result.size)]
         if equation.primitive is P.conv_general_dilated_p:
             return self.convolution(equation, op)
         if equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p:  # loops that compute what they read
@@ -110,6 +116,21 @@ class GpuReader(Reader):
                 copies.append(Op(self.behind([operand]), (made,), kind=Kind.ELEMENTWISE, name="copy", of_views=True))
             op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
         return copies, op
+
+    def padded_for(self, equation: Equation, op: Op, split: Split) -> tuple[list[Op], Op]:
+        """Operands of a product as they are padded to be divided, once for all who need the same, and the product that
+        reads those."""
+        pads: list[Op] = []
+        inputs = []
+        for operand, axes in zip(equation.inputs, equation.params["dimension_numbers"][0], strict=True):
+            if isinstance(operand, Constant) or operand in self.constants:
+                continue
+            key = (operand, axes, split.padded)
+            if key not in self.copies:
+                self.copies[key] = self.new(split.grown(self.sizes[operand]))
+                pads.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name=P.pad_p.name))
+            inputs.append(self.copies[key])
+        return pads, dataclasses.replace(op, inputs=tuple(dict.fromkeys(inputs)))
 
     def into(self, array: int | Constant, op: Op) -> Op:
         """As of all platforms; into zeros of its own where there are none yet."""
@@ -207,6 +228,9 @@ class GpuReader(Reader):
 
         Rectifiers of that shape compare with the same zeros; and what one reader needs in memory is in memory for all.
         """
+        selects = (equation for equation in self.equations if equation.primitive is P.select_n_p)
+        chosen = (one for one in selects if any(is_zero(self.number_in(x)) for x in one.inputs[1:]))
+        selected = {(aval.shape, aval.dtype) for one in chosen for aval in [self.program.avals[one.outputs[0]]]}
         for index, equation in enumerate(self.equations):
             if equation.primitive is not P.max_p or not is_zero(equation.inputs[1]):
                 continue
@@ -218,13 +242,12 @@ class GpuReader(Reader):
             maker = next(at for at, other in enumerate(self.ops) if zeros in other.outputs)
             if not self.ops[maker].inputs:
                 self.ops[maker] = dataclasses.replace(self.ops[maker], inputs=op.inputs)
-                if self.is_rectified(equation.outputs[0]):
+                if (aval.shape, aval.dtype) in selected:
                     self.copy_zeros(maker, zeros)
             self.ops[index] = dataclasses.replace(op, inputs=(*op.inputs, zeros))
 
     def copy_zeros(self, maker: int, zeros: int) -> None:
-        """Give the scatter zeros of its own: those of a rectified product are read for the rectifier's gradient, too.
-        (Behind a normalisation that is a part of other kernels.)"""
+        """Give the scatter zeros of its own: a rectifier's gradient is a choice between those and what is scattered."""
         own = self.new(self.sizes[zeros])
         for at, op in enumerate(self.ops):
             if zeros in op.inputs:
@@ -233,15 +256,6 @@ class GpuReader(Reader):
             if buffer == zeros:
                 self.same[value] = (own, *tokens)
         self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
-
-    def is_rectified(self, value: int) -> bool:
-        """Whether a value is a rectified contraction, with at most a bias."""
-        (given, *_) = self.producer[value].inputs
-        maker = self.producer.get(given) if isinstance(given, int) else None
-        if maker is not None and maker.primitive in BIASES:
-            makers = [self.producer.get(x) for x in maker.inputs if isinstance(x, int)]
-            return any(one is not None and one.primitive in CONTRACTION for one in makers)
-        return maker is not None and maker.primitive in CONTRACTION
 
     def with_buffers(self, work: Work) -> Work:
         return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
@@ -335,14 +349,23 @@ class GpuReader(Reader):
         inputs = tuple(dict.fromkeys(value for member in members for value in member.inputs))
         ops: list[Op] = []
         first, second, result = merged.matrices.avals
-        if merged.is_copied:
-            copied = self.new(bytes_of(second if merged.side == 0 else first))
-            ops.append(Op(inputs, (copied,), kind=Kind.ELEMENTWISE, name="concatenate"))
+        split = split_of(merged.matrices.params, (first, second), result)
+        is_padded = split.padded > split.summed
+        if merged.is_copied or is_padded:
+            in_all = set.intersection(*(set(member.inputs) for member in members))
+            apart = tuple(value for value in inputs if value not in in_all)
+            inputs = tuple(value for value in inputs if value in in_all)
+            shared, other = (bytes_of(aval) for aval in ((first, second) if merged.side == 0 else (second, first)))
+            if is_padded:
+                ops.append(Op(inputs, (self.new(split.grown(shared)),), kind=Kind.ELEMENTWISE, name=P.pad_p.name))
+                inputs = ops[-1].outputs
+            copied = self.new(split.grown(other))
+            ops.append(Op(apart, (copied,), kind=Kind.ELEMENTWISE, name=P.concatenate_p.name))
             inputs = (*inputs, copied)
         whole = self.new(bytes_of(result))
         flops = sum(member.flops for member in members)
         product = dataclasses.replace(members[-1], inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
-        ops += self.in_parts(product, partial_products(merged.matrices.params, (first, second), result), result.size)
+        ops += self.in_parts(product, split, result.size)
         for member in members:
             self.summed.update(member.outputs)
             (part,) = member.outputs
@@ -351,16 +374,15 @@ class GpuReader(Reader):
             ops.append(Op((whole,), (part,), kind=Kind.ELEMENTWISE, name="slice"))
         return ops
 
-    def in_parts(self, op: Op, partial: int, elements: int) -> Sequence[Op]:
+    def in_parts(self, op: Op, split: Split, elements: int) -> Sequence[Op]:
         """A product of which parts are summed up in a kernel of their own; a sum of few is fused like other work."""
-        if not partial:
+        if split.parts == 1:
             return [op]
         (result,) = op.outputs
-        parts = partial / (4 * elements)
-        kind = Kind.ELEMENTWISE if parts < MOST_FUSED_PARTS else Kind.REDUCTION
+        kind = Kind.ELEMENTWISE if split.parts < MOST_FUSED_PARTS else Kind.REDUCTION
         self.summed.add(result)
-        made = self.new(partial)
-        self.work[result] = Work(7.0 * parts * elements, elements / BLOCK)
+        made = self.new(split.written)
+        self.work[result] = Work(7.0 * split.parts * elements, elements / BLOCK)
         return [dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
 
     def sort(self) -> None:

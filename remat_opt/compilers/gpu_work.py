@@ -10,6 +10,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import WINDOWED
 from remat_opt.compilers.gpu_fusion import Work
+from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, named
 
@@ -60,6 +61,8 @@ def work_of(equation: Equation, program: Program) -> Work:
     if equation.primitive is P.scatter_add_p and isinstance(equation.inputs[2], int):
         updates = operands[equation.inputs[2]]
         return Work(7.0 * updates.size, updates.size / BLOCK)
+    if equation.primitive is P.transpose_p and _moves_neighbours(equation.params["permutation"], result.shape):
+        return Work(_cycles(equation, result) * result.size, blocks, within=_used_apart(result))
     uses = {x: result.size / max(aval.size, 1) for x, aval in operands.items() if equation.primitive in _PARTS}
     return Work(_cycles(equation, result) * result.size, blocks, uses)
 
@@ -71,7 +74,23 @@ def copy_of(aval: Any, lies: tuple[int, ...], order: tuple[int, ...]) -> Work:
     """What a copy does that changes the order in which an array's dimensions lie. Neighbours in the result are read
     from as far apart as the dimensions behind theirs are large, and memory gives 32 bytes at a time."""
     apart = math.prod(aval.shape[axis] for axis in lies[lies.index(order[-1]) + 1 :])
-    return Work(0.0, aval.size / BLOCK, used=1 / min(max(apart, 1), _SECTOR // aval.dtype.itemsize))
+    return Work(0.0, aval.size / BLOCK, used=max(1 / max(apart, 1), _used_apart(aval)))
+
+
+def _moves_neighbours(permutation: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether neighbours in a transposed array are none in what it is made of.
+
+    Args:
+        permutation: of the transpose.
+        shape: of its result.
+    """
+    large = [axis for axis, size in zip(permutation, shape, strict=True) if size > 1]
+    return bool(large) and large[-1] != max(large)
+
+
+def _used_apart(aval: Any) -> float:
+    """Which part of what memory gives is used where an array is read one element here and one there."""
+    return min(1.0, compat.item_bytes(aval.dtype) / _SECTOR)
 
 
 def _cycles(equation: Equation, result: Any) -> float:
