@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from remat_opt.compilers.gpu import split_of
-from remat_opt.compilers.model import compiled, sharing_places, with_copies_of_donated
+from remat_opt.compilers.model import compiled, shared_places, sharing_places, with_copies_of_donated
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -113,6 +113,44 @@ def test_what_is_read_behind_a_barrier_is_not_computed_again() -> None:
     )
     fused = fuse_loops(Graph((1,) * 6, ops, inputs=(0,), outputs=(4, 5))).graph
     assert [op.inputs for op in fused.ops[-2:]] == [(2, 3), (1,)]
+
+
+def test_what_is_read_again_by_way_of_a_buffer_is_a_buffer() -> None:
+    """Else the loop would read both operands beside what was made of them."""
+    for buffer in (Kind.CONTRACTION, Kind.ELEMENTWISE):
+        ops = (
+            Op((0, 1), (2,), kind=Kind.ELEMENTWISE),
+            Op((2,), (3,), kind=Kind.ELEMENTWISE),
+            Op((3,), (4,), kind=buffer),
+            Op((2, 4), (5,), kind=Kind.ELEMENTWISE),
+        )
+        fused = fuse_loops(Graph((1,) * 6, ops, inputs=(0, 1), outputs=(5,))).graph
+        assert fused.ops[-1].inputs == ((2, 4) if buffer is Kind.CONTRACTION else (0, 1))
+
+
+@pytest.mark.parametrize(("levels", "stored"), [(3, False), (4, True)])
+def test_a_loop_computes_a_value_fifteen_times_at_most(levels: int, stored: bool) -> None:
+    """Each level reads the one before it at two places."""
+    ops: list[Op] = [Op((0,), (1,), kind=Kind.ELEMENTWISE)]
+    value = 1
+    for _ in range(levels):
+        ops += [Op((value,), (value + at,), kind=Kind.ELEMENTWISE, name="slice") for at in (1, 2)]
+        ops.append(Op((value + 1, value + 2), (value + 3,), kind=Kind.ELEMENTWISE))
+        value += 3
+    fused = fuse_loops(Graph((1,) * (value + 1), tuple(ops), inputs=(0,), outputs=(value,))).graph
+    assert (len(fused.ops) > 1) == stored
+
+
+def test_a_loop_does_not_write_over_what_it_reads_at_other_places() -> None:
+    for name, shared in (("neg", {3: 1}), ("rev", {})):
+        ops = (
+            Op((0,), (1,)),
+            Op((1,), (2,), kind=Kind.ELEMENTWISE, name=name),
+            Op((2,), (3,), kind=Kind.ELEMENTWISE),
+            Op((3,), (4,)),
+        )
+        fused = fuse_loops(Graph((1,) * 5, ops, inputs=(0,), outputs=(4,))).graph
+        assert shared_places(fused, "cpu") == shared
 
 
 def test_a_reader_that_an_update_does_not_depend_on_gets_a_copy_of_the_donated_argument() -> None:

@@ -60,6 +60,29 @@ def test_what_is_spread_over_an_array_for_library_and_loop_is_an_array() -> None
     assert names(alone) == ["reduce_sum"]
 
 
+@pytest.mark.parametrize(
+    ("fun", "kernels"),
+    [
+        (lambda x: jnp.concatenate([jnp.sin(x), x * 2]), ["concatenate"]),  # of what is computed as it is joined
+        (lambda x: jnp.concatenate([jnp.sin(x), x * 2], 1), ["sin", "mul", "concatenate"]),  # row by row: copied
+        (lambda x: jnp.concatenate([x * 2, *[x] * 7]) * 2, ["mul"]),
+        (lambda x: jnp.concatenate([x * 2, *[x] * 8]) * 2, ["mul", "concatenate", "mul"]),  # too many
+        (lambda x: (lambda y: (y * 2 + 1, y * 3 + 1))(jnp.pad(jnp.sin(x), ((0, 1), (0, 0)))), ["pad", "add", "add"]),
+    ],
+)
+def test_pieces_are_put_together_for_one_reader(fun: Callable, kernels: list[str]) -> None:
+    assert names(graph_of(fun, array(512, 128))) == kernels
+
+
+def test_a_mask_counts_as_an_operand_as_large_as_what_it_chooses_from() -> None:
+    """So that what is chosen is not chosen again by a loop, beside the product that reads it stored."""
+    chosen = lambda x, mask: jnp.where(mask, x, 0)  # noqa: E731
+    fun = lambda x, mask: (chosen(x, mask) @ jnp.ones((128, 64)), jnp.sin(chosen(x, mask)))  # noqa: E731
+    graph = graph_of(fun, array(512, 128), jax.ShapeDtypeStruct((512, 128), bool))
+    (last,) = (op for op in graph.ops if op.name == "sin")
+    assert [graph.ops[graph.producer[value]].name for value in last.inputs] == ["select_n"]
+
+
 def normalised_chain(params: list[dict[str, jax.Array]], x: jax.Array) -> Any:
     """Layers with normalisation, with an update of each."""
 
@@ -109,6 +132,29 @@ def words(table: jax.Array, read: jax.Array) -> Any:
     return table - 0.1 * jax.grad(loss)(table)
 
 
+def rolled(weight: jax.Array, x: jax.Array) -> Any:
+    """Pieces that are joined, and in the backward pass padded."""
+
+    def loss(weight: jax.Array) -> jax.Array:
+        hidden = x @ weight
+        for _ in range(4):
+            hidden = jnp.roll(hidden, 1, 0) * hidden + x
+        return (hidden**2).mean()
+
+    return weight - 0.1 * jax.grad(loss)(weight)
+
+
+def tables(tables: list[jax.Array], read: jax.Array) -> Any:
+    """What is read from many tables is stacked, and its gradient taken apart."""
+
+    def loss(tables: list[jax.Array]) -> jax.Array:
+        words = jnp.stack([table[ids].sum(1) for table, ids in zip(tables, read, strict=True)], 1)
+        return (jnp.einsum("bfe,bge->bfg", words, words) ** 2).mean()
+
+    gradients = jax.grad(loss)(tables)
+    return [table - 0.1 * gradient for table, gradient in zip(tables, gradients, strict=True)]
+
+
 def layers(count: int, width: int) -> list[dict[str, jax.ShapeDtypeStruct]]:
     return [{"scale": array(1, width), "weight": array(width, width)} for _ in range(count)]
 
@@ -120,6 +166,8 @@ def layers(count: int, width: int) -> list[dict[str, jax.ShapeDtypeStruct]]:
         (large_layers, ([array(1024, 1024)] * 5, array(256, 1024))),
         (attention, (array(64, 4, 16), array(4, 128, 64))),
         (words, (array(2000, 64), jax.ShapeDtypeStruct((8, 64), jnp.int32))),
+        (rolled, (array(64, 64), array(1024, 64))),
+        (tables, ([array(100, 64)] * 12, jax.ShapeDtypeStruct((12, 1024, 3), jnp.int32))),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

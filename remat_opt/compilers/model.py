@@ -63,7 +63,9 @@ def compiled(
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
     if platform == "cpu":
-        graph = without_mere_views(fuse_loops(unfused).graph)
+        elements = [getattr(aval, "size", 0) for aval in program.avals]
+        elements += [size // 4 for size in unfused.sizes[len(elements) :]]  # the compiler's own
+        graph = without_mere_views(fuse_loops(unfused, elements).graph)
     elif isinstance(reader, GpuReader):
         graph = join_siblings(fuse_by_cost(unfused, reader.work, rates.bandwidth).graph)
     elif platform == "tpu":
@@ -117,7 +119,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         graph: kernels in their order.
         platform: whose compiler. XLA shares places with direct operands only (`heap_simulator.cc`). What a barrier
             returns a kernel does not read from there, but from an instruction that takes a tuple apart; on a GPU so
-            does what reads a convolution's result.
+            does what reads a convolution's result. The CPU's loops write over what they read at the same places alone
+            (`HloDataflowAnalysis::CanShareOperandBufferWithUser`).
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
@@ -128,7 +131,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         if op.kind is not Kind.ELEMENTWISE or op.of_views or op.changed_later or is_pad:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
-        free = [v for v in op.inputs if last[v] == index and v not in kept and v not in behind]
+        taken = {*behind, *op.moved_of} if platform == "cpu" else behind
+        free = [v for v in op.inputs if last[v] == index and v not in kept and v not in taken]
         for value in op.outputs:
             fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]
             if fitting and value not in kept:

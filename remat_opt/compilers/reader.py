@@ -42,6 +42,9 @@ from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCT
 VIEW = "view"  # ops of this name give an array another shape, with the arithmetic that is fused into them
 # A TPU's compiler writes a concatenation of up to four arrays as the maximum of padded ones, which is elementwise.
 MOST_JOINED = 4
+# The CPU's fuses a concatenation of up to eight, but not of pieces of rows that long.
+MOST_PIECES = 8
+WIDE_ROW = 128
 
 
 class Reader:
@@ -314,14 +317,20 @@ class Reader:
 
     def on_the_cpu(self, equation: Equation, op: Op) -> Sequence[Op]:
         if equation.primitive is P.concatenate_p:
-            return [
-                dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)
-            ]  # copied by a routine of its own, never fused
+            kind = Kind.OPAQUE if self.is_copied_together(equation) else op.kind
+            return [dataclasses.replace(op, kind=kind, workspace=0)]
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:
             return self.by_windows(equation, op)
         return [dataclasses.replace(op, dear=is_dear(equation, self.program), of_buffers=op.kind is Kind.REDUCTION)]
+
+    def is_copied_together(self, equation: Equation) -> bool:
+        """Whether the CPU's compiler copies a concatenation's pieces by a routine of its own and fuses it with nothing:
+        where they lie side by side in each row, or are many (`cpu_instruction_fusion.cc`)."""
+        shape = self.program.avals[equation.outputs[0]].shape
+        is_by_rows = len(shape) > 1 and equation.params["dimension"] == len(shape) - 1 and shape[-1] >= WIDE_ROW
+        return is_by_rows or len(equation.inputs) > MOST_PIECES
 
     def by_library(self, equation: Equation, op: Op) -> Sequence[Op]:
         """A contraction as the CPU's library computes it: with the copies of its operands that it wants, as ops of

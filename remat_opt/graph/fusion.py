@@ -28,6 +28,9 @@ from collections.abc import Container, Sequence
 from remat_opt.graph.graph import Graph, Kind, Op
 
 MOST_SOURCES = 16
+SPREADING = frozenset({"broadcast_in_dim", "iota"})
+OF_PIECES = frozenset({"pad", "concatenate"})
+MOVING = frozenset({"slice", "dynamic_slice", "rev", "transpose", *SPREADING, *OF_PIECES})  # read at other places
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE, Kind.BARRIER)
 
 
@@ -204,6 +207,7 @@ def merge(
     sources: dict[int, tuple[int, ...]] = {}
     chains: dict[int, tuple[int, ...]] = {}  # for a virtual value the ops that make it from its sources
     virtual: dict[int, int] = {}
+    moved: dict[int, tuple[int, ...]] = {}  # for a virtual value what it is made of that lies at other places
     arithmetic = _DearArithmetic()
     kernels: list[Op] = []
     op_of: list[int] = []
@@ -216,19 +220,24 @@ def merge(
         )
         chain = tuple(dict.fromkeys(o for value in op.inputs if value not in whole for o in chains.get(value, ())))
         by_dear, beside = arithmetic.of(op, whole)
+        virtually = (v for value in op.inputs if value not in whole for v in moved.get(value, ()))
+        elsewhere = inputs if op.name in MOVING else tuple(dict.fromkeys(virtually))
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
                 sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
+                moved[value] = elsewhere
                 arithmetic.reads[value] = by_dear, beside
             continue
         for value in op.outputs:
             if value in copied:
-                sources[value], chains[value] = inputs, (*chain, index)
+                sources[value], chains[value], moved[value] = inputs, (*chain, index), elsewhere
                 arithmetic.reads[value] = by_dear, beside
         flops = op.flops + sum(graph.ops[o].flops for o in chain)
         workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
         twice = tuple(value for value in inputs if value in by_dear and value in beside)
-        kernels.append(dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace, dear_of=twice))
+        kernels.append(
+            dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace, dear_of=twice, moved_of=elsewhere)
+        )
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
     return Fusion(fused, tuple(op_of), virtual, sums)

@@ -45,6 +45,7 @@ def _primitive_of(fun: Callable, *args) -> Any:
 barrier_p = _primitive_of(lax.optimization_barrier, 1.0)
 remat_p = primitives.remat_p
 split_p = lax.split_p
+stack_p, unstack_p = getattr(lax, "stack_p", None), getattr(lax, "unstack_p", None)
 name_p = primitives.name_p
 
 

@@ -1,4 +1,5 @@
-"""A split, as by `jnp.split` or in the derivative of a concatenation, as compilers are given it: a slice for each piece.
+"""Splits and stacks as compilers are given them: a slice for each piece (`jnp.split`, `jnp.unstack`, the derivatives of
+concatenations and stacks), and a concatenation for a stack.
 
 What reads a piece can then be fused with its slice, so that the piece is not stored, and the whole is live until the
 last piece has been read.
@@ -17,20 +18,27 @@ from remat_opt.program.inline import Constant, Equation, Program
 
 
 def by_slices(program: Program) -> Program:
-    """The same program without splits."""
-    if not any(equation.primitive is compat.split_p for equation in program.equations):
+    """The same program without splits and stacks. A stack's pieces keep their shape, without the stack's dimension."""
+    lowered = (compat.split_p, compat.unstack_p, compat.stack_p)
+    if not any(equation.primitive in lowered for equation in program.equations):
         return program
     equations = (piece for equation in program.equations for piece in _lowered(program, equation))
     return dataclasses.replace(program, equations=tuple(equations))
 
 
 def _lowered(program: Program, equation: Equation) -> Iterator[Equation]:
-    if equation.primitive is not compat.split_p:
+    if equation.primitive is compat.stack_p:
+        params = {"dimension": equation.params["axis"]}
+        yield dataclasses.replace(equation, primitive=primitives.concatenate_p, params=params)
+        return
+    if equation.primitive not in (compat.split_p, compat.unstack_p):
         yield equation
         return
     (whole,) = equation.inputs
     shape = whole.aval.shape if isinstance(whole, Constant) else program.avals[whole].shape
-    axis, ends = equation.params["axis"], itertools.accumulate(map(int, equation.params["sizes"]), initial=0)
+    axis = equation.params["axis"]
+    sizes = map(int, equation.params["sizes"]) if equation.primitive is compat.split_p else [1] * shape[axis]
+    ends = itertools.accumulate(sizes, initial=0)
     for piece, (start, end) in zip(equation.outputs, itertools.pairwise(ends), strict=True):
         first, last = [0] * len(shape), list(shape)
         first[axis], last[axis] = start, end
