@@ -9,8 +9,9 @@ import pytest
 from jax import lax
 
 from remat_opt.compilers import tpu
-from remat_opt.compilers.model import compiled
+from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.reader import Reader
+from remat_opt.compilers.tpu_indexing import SCATTERED, seconds_by_index
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -18,6 +19,8 @@ from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program.images import images_of
 from remat_opt.program.inline import Program, inline
+from remat_opt.targets.compile import measure_flat
+from remat_opt.targets.devices import resolve_target
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
 MIB = 2**20
@@ -351,3 +354,58 @@ def test_what_a_barrier_reads_padded_others_pad_themselves() -> None:
     (pad,) = (op for op in graph.ops if op.name == "pad")
     assert not set(pad.outputs) & set(product.inputs)
     assert set(pad.inputs) & set(product.inputs)
+
+
+def foreseen_and_compiled(fun: Callable, *avals: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    """Temporary bytes on a v5e, by the model and by its compiler."""
+    target = resolve_target("v5e")
+    graph = compiled(program_of(fun, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
+    return allocated_by(graph, "tpu"), measure_flat(lambda *args: [fun(*args)], avals, target="v5e").temp_bytes
+
+
+def waiting_for(read: Callable) -> Callable:
+    """A function in which 4 MiB of hidden numbers wait for what is read or written by index."""
+
+    def fun(x, weights, values, indices, table):
+        hidden = jnp.tanh(x @ weights)
+        found = jnp.sum(read(table, indices, values + hidden.sum()) ** 2)
+        return jnp.tanh(hidden * found).sum(0)
+
+    return fun
+
+
+def scattered(table: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    return table.at[indices].add(values)
+
+
+def gathered(table: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    return (table + values[0, 0])[indices]
+
+
+def scattered_into_zeros(table: jax.Array, indices: jax.Array, values: jax.Array) -> jax.Array:
+    return jnp.zeros_like(table).at[indices].add(values)
+
+
+@pytest.mark.parametrize(
+    ("read", "rows", "waits_outside"),
+    [
+        (scattered, 512, False),
+        (scattered, 1024, True),  # of two indices, which lie in 128 lanes
+        (scattered_into_zeros, 1024, False),
+        (gathered, 1024, False),
+        (gathered, 4096, True),
+    ],
+)
+def test_what_is_read_or_written_by_index_takes_long(read: Callable, rows: int, waits_outside: bool) -> None:
+    shapes = (1024, 1024), (1024, 1024), (rows, 2), (rows, 2), (16384,)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.int32 if at == 3 else jnp.float32) for at, shape in enumerate(shapes)]
+    for temporary in foreseen_and_compiled(waiting_for(read), *avals):
+        assert (temporary > 4 * MIB) == waits_outside
+
+
+def test_rows_have_one_turn_each() -> None:
+    table, rows = jax.ShapeDtypeStruct((2000, 32), jnp.float32), jax.ShapeDtypeStruct((64, 3, 32), jnp.float32)
+    indices = jax.ShapeDtypeStruct((64, 3), jnp.int32)
+    program = program_of(scattered, table, indices, rows)
+    seconds = [seconds_by_index(equation, program) for equation in program.equations]
+    assert sum(seconds) == pytest.approx(64 * 3 * SCATTERED)

@@ -18,6 +18,7 @@ from remat_opt.compilers.equations import (
     product_copies,
     product_orders,
 )
+from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.graph.build import (
     PeakOfBody,
@@ -140,10 +141,19 @@ class Reader:
 
     def is_scattered_into_sum(self, equation: Equation) -> bool:
         """Whether a scatter is into zeros, and another array is added to that: compilers scatter into the array."""
-        zeros = equation.inputs[0]
-        if not isinstance(zeros, Constant) and zeros not in self.constants:
+        return self.begins_with_zeros(equation) and self.is_only_summed(equation.outputs[0])
+
+    def is_scattered_into_zeros(self, equation: Equation) -> bool:
+        """Whether a scatter makes an array of zeros and what it adds: a TPU's compiler has other code for that, which
+        it takes to need no longer than what it reads and writes."""
+        if equation.primitive is not P.scatter_add_p:
             return False
-        return is_zero(self.number_in(zeros)) and self.is_only_summed(equation.outputs[0])
+        return self.begins_with_zeros(equation) and not self.is_only_summed(equation.outputs[0])
+
+    def begins_with_zeros(self, equation: Equation) -> bool:
+        zeros = equation.inputs[0]
+        is_known = isinstance(zeros, Constant) or zeros in self.constants
+        return is_known and is_zero(self.number_in(zeros))
 
     def number_in(self, array: int | Constant) -> int | Constant:
         """Of a constant the number that it is spread from, or itself."""
@@ -236,6 +246,8 @@ class Reader:
             op = self.joined(equation, op)
         elif platform == "tpu" and equation.primitive in CUTTING:
             op = dataclasses.replace(op, of_views=True, of_buffers=equation.primitive is P.pad_p)
+        elif platform == "tpu" and not self.is_scattered_into_zeros(equation):
+            op = dataclasses.replace(op, seconds=op.seconds + seconds_by_index(equation, program))
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
 
     def joined(self, equation: Equation, op: Op) -> Op:

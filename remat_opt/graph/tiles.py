@@ -38,6 +38,14 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
+def elements_by_rows(shape: Sequence[int]) -> int:
+    """Elements of an array that lies row by row, its last dimension in the lanes, with those that fill up its tiles."""
+    shape = [size for size in shape if size != 1]
+    if len(shape) < 2:
+        return math.prod(shape)
+    return _tiled_bytes(shape, 4, len(shape) - 1, len(shape) - 2) // 4
+
+
 def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
     """Whether an image pads less with the batch in the lanes than with the features there; arguments as above."""
     last, shape = len(shape) - 1, _with_space_in_batch(shape)
