@@ -10,9 +10,9 @@ from jax import lax
 
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_indexing import SCATTERED, seconds_by_index
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
+from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
@@ -99,7 +99,7 @@ def test_images_lie_as_the_pieces_that_they_are_joined_of(features: int, lanes: 
     total = {36: 144, 128: 256}[features]
     image = jax.ShapeDtypeStruct((64, 8, 8, features), jnp.float32)
     program = program_of(block, image, image, jax.ShapeDtypeStruct((1, 1, total, total), jnp.float32))
-    reader = Reader(program, RATES, "tpu")
+    reader = TpuReader(program, RATES, "tpu")
     sizes = reader.in_tiles(reader.read(())).sizes
     by_primitive = {e.primitive.name: sizes[e.outputs[0]] for e in program.equations}
     assert by_primitive["concatenate"] == 8 * 8 * 4 * lanes[0] * lanes[1]

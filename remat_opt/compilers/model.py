@@ -19,6 +19,7 @@ from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_fusion import with_pads_in_readers, with_results_computed
+from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
@@ -58,7 +59,8 @@ def compiled(
         return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip))
 
     program = by_slices(by_comparison(program) if platform == "tpu" else program)
-    reader = (GpuReader if platform in GPUS else Reader)(program, rates, platform, peak_of_body)
+    kind = GpuReader if platform in GPUS else TpuReader if platform == "tpu" else Reader
+    reader = kind(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
@@ -68,7 +70,7 @@ def compiled(
         graph = without_mere_views(fuse_loops(unfused, elements).graph)
     elif isinstance(reader, GpuReader):
         graph = join_siblings(fuse_by_cost(unfused, reader.work, rates.bandwidth).graph)
-    elif platform == "tpu":
+    elif isinstance(reader, TpuReader):
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in program.avals] + [0] * (len(unfused.sizes) - len(program.avals))
         unfused = with_results_computed(unfused, elements)
@@ -79,7 +81,7 @@ def compiled(
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
     graph = sharing_places(ordered, platform)
-    if platform == "tpu":
+    if isinstance(reader, TpuReader):
         return tpu.on_chip(graph, reader.accumulated(), rates=rates, chip=chip)
     return graph
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
@@ -19,7 +19,6 @@ from remat_opt.compilers.equations import (
     product_orders,
 )
 from remat_opt.compilers.tpu_indexing import seconds_by_index
-from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.graph.build import (
     PeakOfBody,
     aliases_of,
@@ -33,12 +32,10 @@ from remat_opt.graph.build import (
 )
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
-from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
 
 VIEW = "view"  # ops of this name give an array another shape, with the arithmetic that is fused into them
 # A TPU's compiler writes a concatenation of up to four arrays as the maximum of padded ones, which is elementwise.
@@ -268,48 +265,6 @@ class Reader:
             else:
                 found.append(x)
         return found
-
-    def accumulated(self) -> frozenset[int]:
-        """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""
-        found: set[int] = set()
-        for equation in self.program.equations:
-            if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
-                axes, rank = set(equation.params.get("axes", ())), len(self.program.avals[equation.inputs[0]].shape)
-                if len(axes) == rank or rank - 1 not in axes:
-                    found.update(equation.outputs)
-        return frozenset(found)
-
-    def in_tiles(self, graph: Graph, *, narrow: bool = True) -> Graph:
-        """The graph with sizes as a TPU stores them.
-
-        Args:
-            graph: of ops or of kernels.
-            narrow: whether what only products read takes two bytes an element: not before the kernels are known.
-        """
-        images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
-        joined = self.joined_by_batch(images)
-        sizes = list(graph.sizes)
-        rounded = stored_in_two_bytes(self.program) if narrow else ()
-        for value, aval in enumerate(self.program.avals):
-            if not sizes[value]:
-                continue
-            item = 2 if value in rounded else compat.item_bytes(aval.dtype)
-            sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
-        return dataclasses.replace(graph, sizes=tuple(sizes))
-
-    def joined_by_batch(self, images: Container[int]) -> frozenset[int]:
-        """Images that are joined of pieces with the batch in the lanes, which then lies there, too."""
-        joined: set[int] = set()
-        for equation in self.program.equations:
-            if equation.primitive is not P.concatenate_p or equation.outputs[0] not in images:
-                continue
-            avals = [self.program.avals[piece] for piece in self.pieces_of(equation)]
-            pieces = [aval for aval in avals if aval.size]
-            by_features = equation.params["dimension"] == len(self.program.avals[equation.outputs[0]].shape) - 1
-            by_batch = (has_batch_in_lanes(piece.shape, compat.item_bytes(piece.dtype)) for piece in pieces)
-            if pieces and by_features and all(by_batch):
-                joined.add(equation.outputs[0])
-        return lying_as(self.program, joined)
 
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
