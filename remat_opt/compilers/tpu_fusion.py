@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Sequence
 
-from remat_opt.graph.fusion import held_by
+from remat_opt.graph.fusion import held_by, there_from
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import behind_operands
 
@@ -23,7 +23,7 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
     ops: list[list[Op]] = [[op] for op in graph.ops]
     taken: set[int] = set()
     outputs = frozenset(graph.outputs)
-    there = _there_from(graph)
+    there = there_from(graph)
     given_of = {output: given for given, output in graph.aliases}
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.PRODUCT or len(op.outputs) != 1 or op.outputs[0] in outputs:
@@ -51,16 +51,6 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
         ops[max([index, *(user for user in readers if graph.ops[user].kind is not Kind.ELEMENTWISE)])].append(kernel)
     left = [op for at in ops for op in at]
     return dataclasses.replace(graph, ops=tuple(left[at] for at in behind_operands(left)))
-
-
-def _there_from(graph: Graph) -> list[int]:
-    """For each value the last op other than elementwise work that has to run before it can be made; -1 for none."""
-    there = [-1] * len(graph.sizes)
-    for index, op in enumerate(graph.ops):
-        ready = max((there[value] for value in op.inputs), default=-1) if op.kind is Kind.ELEMENTWISE else index
-        for value in op.outputs:
-            there[value] = ready
-    return there
 
 
 def _steps_after(

@@ -120,17 +120,28 @@ def _passed_on(graph: Graph) -> list[bool]:
     return found
 
 
+def there_from(graph: Graph) -> list[int]:
+    """For each value the last op other than elementwise work that has to run before it can be made; -1 for none."""
+    there = [-1] * len(graph.sizes)
+    for index, op in enumerate(graph.ops):
+        ready = _ready(op, index, there)
+        for value in op.outputs:
+            there[value] = ready
+    return there
+
+
+def _ready(op: Op, index: int, there: Sequence[int]) -> int:
+    return max((there[value] for value in op.inputs), default=-1) if op.kind is Kind.ELEMENTWISE else index
+
+
 def _waiting(graph: Graph) -> list[bool]:
     """For each value, whether who reads it waits for something else: so does a part of a sum for the rest, as the
     gradient is one of a weight that is used in many places."""
-    found = [False] * len(graph.sizes)
-    there = [-1] * len(graph.sizes)  # from which op on it can be made, elementwise work aside
+    there, found = there_from(graph), [False] * len(graph.sizes)
     for index, op in enumerate(graph.ops):
-        ready = max((there[value] for value in op.inputs), default=-1) if op.kind is Kind.ELEMENTWISE else index
+        ready = _ready(op, index, there)
         for value in op.inputs:
             found[value] = found[value] or there[value] < ready
-        for value in op.outputs:
-            there[value] = ready
     return found
 
 
