@@ -42,6 +42,7 @@ def test_tiles_of_a_tpu() -> None:
     assert padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
     assert padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
     assert padded_bytes((16, 1000), 2) == 16 * 1024 * 2
+    assert padded_bytes((17, 1000), 2) == 24 * 1024 * 2  # eight rows of any number
     assert padded_bytes((3,), 4) == 512
     assert padded_bytes((), 4) == 512
     assert padded_bytes((0, 8), 4) == 0
@@ -406,3 +407,15 @@ def test_rows_have_one_turn_each() -> None:
     program = program_of(scattered, table, indices, rows)
     seconds = [seconds_by_index(equation, program) for equation in program.equations]
     assert sum(seconds) == pytest.approx(64 * 3 * SCATTERED)
+
+
+def test_a_product_over_a_batch_has_it_outside_of_its_tiles() -> None:
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        features = jnp.tanh(x @ weights)
+        return jnp.sum(jnp.tanh(jnp.einsum("bfe,bge->bfg", features, features)))
+
+    shapes = (32, 32), (8192, 17, 32)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    foreseen, found = foreseen_and_compiled(jax.grad(loss), *avals)
+    assert found > 8192 * 24 * 128 * 4  # of 17 × 32 numbers for each of 8192
+    assert foreseen == pytest.approx(found, rel=0.15)

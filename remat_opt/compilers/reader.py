@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Container, Sequence
 
 from jax.extend.core import primitives as P
@@ -20,6 +21,7 @@ from remat_opt.compilers.equations import (
 )
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
+from remat_opt.compilers.tpu_products import with_copies
 from remat_opt.graph.build import (
     PeakOfBody,
     aliases_of,
@@ -108,8 +110,13 @@ class Reader:
             constants=frozenset(self.constants),
         )
 
+    @functools.cached_property
+    def rounded(self) -> frozenset[int]:
+        """What a TPU's compiler stores in two bytes."""
+        return stored_in_two_bytes(self.program)
+
     def prepare(self) -> None:
-        """What is to be known of the whole program first."""
+        """What is to be known first."""
 
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         """What an equation adds where it stands."""
@@ -148,9 +155,9 @@ class Reader:
         return self.begins_with_zeros(equation) and not self.is_only_summed(equation.outputs[0])
 
     def begins_with_zeros(self, equation: Equation) -> bool:
+        """Whether a scatter's array is of zeros."""
         zeros = equation.inputs[0]
-        is_known = isinstance(zeros, Constant) or zeros in self.constants
-        return is_known and is_zero(self.number_in(zeros))
+        return (isinstance(zeros, Constant) or zeros in self.constants) and is_zero(self.number_in(zeros))
 
     def number_in(self, array: int | Constant) -> int | Constant:
         """Of a constant the number that it is spread from, or itself."""
@@ -239,6 +246,8 @@ class Reader:
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
         if platform == "tpu" and equation.primitive in CONTRACTION:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
+            if equation.primitive is P.dot_general_p:
+                return with_copies(self, equation, op)
         elif platform == "tpu" and equation.primitive is P.concatenate_p:
             op = self.joined(equation, op)
         elif platform == "tpu" and equation.primitive in CUTTING:
@@ -286,7 +295,7 @@ class Reader:
         images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
         joined = self.joined_by_batch(images)
         sizes = list(graph.sizes)
-        rounded = stored_in_two_bytes(self.program) if narrow else ()
+        rounded = self.rounded if narrow else ()
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:
                 continue
@@ -326,9 +335,7 @@ class Reader:
 
     def on_the_cpu(self, equation: Equation, op: Op) -> Sequence[Op]:
         if equation.primitive is P.concatenate_p:
-            return [
-                dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)
-            ]  # copied by a routine of its own, never fused
+            return [dataclasses.replace(op, kind=Kind.OPAQUE, workspace=0)]  # by a routine of its own, never fused
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:
