@@ -43,8 +43,9 @@ COPIES_UNREAD = 7
 class Chip(enum.Enum):
     """What may be on the chip for all of its life.
 
-    What loops that were written again make waits for the whole time between them, too long to stay; and arguments, the weights of all steps, are fetched before anything else finds
-    its gap (in a dump of the scanned GPT 70 of 112 MiB are weights, momentum and updates while the logits live).
+    What loops that were written again make waits for the whole time between them, too long to stay; and arguments, the
+    weights of all steps, are fetched before anything else finds its gap (in a dump of the scanned GPT 70 of 112 MiB are
+    weights, momentum and updates while the logits live).
     """
 
     WHATEVER_FITS = enum.auto()
