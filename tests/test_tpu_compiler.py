@@ -45,6 +45,7 @@ def test_tiles_of_a_tpu() -> None:
     assert padded_bytes((4, 256, 256, 64), 4, is_image=True) == 256 * (8 * 4) * 33 * 128 * 4
     assert padded_bytes((4, 16, 56, 56, 16), 4, is_image=True) == 16 * 56 * 8 * 16 * 128 * 4
     assert padded_bytes((16, 1000), 2) == 16 * 1024 * 2
+    assert padded_bytes((17, 1000), 2) == 24 * 1024 * 2  # eight rows of any number
     assert padded_bytes((3,), 4) == 512
     assert padded_bytes((), 4) == 512
     assert padded_bytes((0, 8), 4) == 0
@@ -409,3 +410,15 @@ def test_rows_have_one_turn_each() -> None:
     program = program_of(scattered, table, indices, rows)
     seconds = [seconds_by_index(equation, program) for equation in program.equations]
     assert sum(seconds) == pytest.approx(64 * 3 * SCATTERED)
+
+
+def test_a_product_over_a_batch_has_it_outside_of_its_tiles() -> None:
+    def loss(weights: jax.Array, x: jax.Array) -> jax.Array:
+        features = jnp.tanh(x @ weights)
+        return jnp.sum(jnp.tanh(jnp.einsum("bfe,bge->bfg", features, features)))
+
+    shapes = (32, 32), (8192, 17, 32)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    foreseen, found = foreseen_and_compiled(jax.grad(loss), *avals)
+    assert found > 8192 * 24 * 128 * 4  # of 17 × 32 numbers for each of 8192
+    assert foreseen == pytest.approx(found, rel=0.15)

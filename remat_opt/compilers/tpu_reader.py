@@ -3,21 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container
+import functools
+from collections.abc import Container, Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
-from remat_opt.graph.graph import Graph
+from remat_opt.compilers.tpu_products import with_copies
+from remat_opt.graph.graph import Graph, Op
 from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
+from remat_opt.program.inline import Equation
 from remat_opt.program.primitives import REDUCTION
 
 
 class TpuReader(Reader):
     """Reads a program as a TPU's compiler does."""
+
+    @functools.cached_property
+    def rounded(self) -> frozenset[int]:
+        """What is stored in two bytes."""
+        return stored_in_two_bytes(self.program)
+
+    def ops_of(self, equation: Equation) -> Sequence[Op]:
+        ops = super().ops_of(equation)
+        if equation.primitive is not P.dot_general_p:
+            return ops
+        (op,) = ops
+        return with_copies(self, equation, op)
 
     def accumulated(self) -> frozenset[int]:
         """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""
@@ -39,7 +54,7 @@ class TpuReader(Reader):
         images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
         joined = self.joined_by_batch(images)
         sizes = list(graph.sizes)
-        rounded = stored_in_two_bytes(self.program) if narrow else ()
+        rounded = self.rounded if narrow else ()
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:
                 continue

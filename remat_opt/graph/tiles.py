@@ -1,9 +1,10 @@
 """Bytes of an array as a TPU stores it.
 
-Arrays are stored in tiles of 128 lanes by 8 sublanes of 4 bytes (16 of 2 bytes, 32 of one); the two dimensions that lie
-in them are padded to multiples. The compiler chooses the dimensions: of an image's array batch and features, of any
-other those that pad least. A batch that fills no tile it makes eight times as large: eight parts of a row of each image
-are images of their own, side by side in the batch, with a column of their neighbours' (`space_to_batch_converter.cc`).
+Arrays are stored in tiles of 128 lanes by 8 sublanes, however many bytes an element has (`bf16[17,32]` with the layout
+`T(8,128)(2,1)` takes 24 × 128 × 2); the two dimensions that lie in them are padded to multiples. The compiler chooses
+the dimensions: of an image's array batch and features, of any other those that pad least. A batch that fills no tile it
+makes eight times as large: eight parts of a row of each image are images of their own, side by side in the batch, with
+a column of their neighbours' (`space_to_batch_converter.cc`).
 """
 
 from __future__ import annotations
@@ -60,10 +61,9 @@ def _with_space_in_batch(shape: Sequence[int]) -> Sequence[int]:
 
 
 def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int) -> int:
-    """With one dimension in the lanes and one in the sublanes, where narrow elements lie in twos and fours."""
+    """With one dimension in the lanes and one in the sublanes."""
     others = math.prod(shape) // (shape[lanes] * shape[sublanes])
-    rows = _SUBLANES * max(4 // item, 1)
-    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], rows)
+    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], _SUBLANES)
 
 
 def _up(size: int, multiple: int) -> int:
