@@ -33,7 +33,7 @@ class TimedBlock(nn.Module):
         return x + y
 
 
-class PixelAttention(nn.Module):
+class AttentionBlock(nn.Module):
     """Attention of every pixel to every other."""
 
     @nn.compact
@@ -51,18 +51,20 @@ class NoiseUNet(nn.Module):
     @nn.compact
     def __call__(self, images: jax.Array, times: jax.Array) -> jax.Array:
         first, last = self.widths[0], self.widths[-1]
-        time = nn.Dense(4 * first)(nn.silu(nn.Dense(4 * first)(sinusoids(times, first))))
+        time = nn.Dense(4 * first)(sinusoids(times, first))
+        time = nn.Dense(4 * first)(nn.silu(time))
         x = nn.Conv(first, (3, 3))(images)
         skips = [x]
         for number, width in enumerate(self.widths, 1):
             x = TimedBlock(width)(x, time)
             if number == len(self.widths):
-                x = PixelAttention()(x)
+                x = AttentionBlock()(x)
             skips.append(x)
             if number < len(self.widths):
                 x = nn.Conv(width, (3, 3), strides=(2, 2))(x)
                 skips.append(x)
-        x = PixelAttention()(TimedBlock(last)(x, time))
+        x = TimedBlock(last)(x, time)
+        x = AttentionBlock()(x)
         for number, width in reversed(list(enumerate(self.widths))):
             for _ in range(2):
                 x = TimedBlock(width)(jnp.concatenate([x, skips.pop()], -1), time)
@@ -174,8 +176,8 @@ class MobileBlock(nn.Module):
         window, strides = (self.kernel,) * 2, (self.stride,) * 2
         y = nn.Conv(wide, window, strides, feature_group_count=wide, use_bias=False)(y)
         y = nn.swish(BatchNorm()(y))
-        squeezed = nn.swish(nn.Conv(narrow // 4, (1, 1))(y.mean((1, 2), keepdims=True)))
-        gate = nn.sigmoid(nn.Conv(wide, (1, 1))(squeezed))
+        squeezed = y.mean((1, 2), keepdims=True)
+        gate = nn.sigmoid(nn.Conv(wide, (1, 1))(nn.swish(nn.Conv(narrow // 4, (1, 1))(squeezed))))
         y = BatchNorm()(nn.Conv(self.features, (1, 1), use_bias=False)(y * gate))
         if x.shape == y.shape:
             y = x + nn.Dropout(0.1, broadcast_dims=(1, 2, 3), deterministic=False)(y)
