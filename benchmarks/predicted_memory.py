@@ -7,8 +7,8 @@
 Each row is compiled in a process of its own and kept in `benchmarks/results/predicted_memory.json` as soon as it is
 there, so that a run can be stopped and taken up again; `predicted_memory.md` is the same as a table. Nothing runs and
 nothing is allocated; the devices need not be here (extras `cuda-aot`, `tpu-aot`). Steps are float32, SGD with momentum,
-the state donated; the tests' steps (`tests/training_steps.py`) are as they are there. A plain step is compiled as
-`jax.jit` would.
+the state donated; the tests' steps (`tests/training_steps.py`) and those of `held_out.py` and `unseen/` are as they are
+there. A plain step is compiled as `jax.jit` would.
 """
 
 from __future__ import annotations
@@ -94,11 +94,22 @@ _HELD_OUT = (
     *("dense_tanh", "dense_relu_adam", "dense_wide", "dense_deep", "residual_dense", "mixer", "gated_transformer"),
     *("squeeze_excite", "convnext", "autoencoder", "recurrent", "graph_convolution", "two_towers"),
 )
+_UNSEEN = (
+    *("accumulate", "neural_ode", "mamba", "ppo", "llama", "moe", "diffusion", "vae", "efficientnet", "conv3d"),
+    *("wavenet", "transformer_xl", "dlrm", "perceiver", "chunked_loss", "clip", "t5"),
+)
+_NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (
     *(Row(network, batch, size, "cpu") for network, batch, size in _ON_THE_CPU),
     *(Row(network, batch, size, target) for target in ACCELERATORS for network, batch, size in _SIZES),
     *(Row(f"steps/{step}", None, None, target) for target in ("cpu", *ACCELERATORS) for step in _STEPS),
     *(Row(f"held_out/{name}", None, None, target) for target in ("cpu", *ACCELERATORS) for name in _HELD_OUT),
+    *(
+        Row(f"unseen/{name}", None, None, target)
+        for target in ("cpu", *ACCELERATORS)
+        for name in _UNSEEN
+        if (name, target) not in _NOT_COMPILED
+    ),
 )
 
 
@@ -115,6 +126,11 @@ def load_step(row: Row) -> tuple[Callable[..., Any], tuple, dict[str, Any], dict
 
         held_out = NETWORKS[row.network.removeprefix("held_out/")]()
         return held_out.step, held_out.abstract_args, {}, {"donate_argnums": (0, 1)}
+    if row.network.startswith("unseen/"):
+        from benchmarks.unseen import NETWORKS
+
+        unseen = NETWORKS[row.network.removeprefix("unseen/")]()
+        return unseen.step, unseen.abstract_args, {}, {"donate_argnums": unseen.donate_argnums}
     from remat_opt.examples.registry import make_example
 
     example = make_example(row.network, batch=row.batch, size=row.size)

@@ -1,0 +1,32 @@
+"""Training steps written after the rules of the memory model, of kinds that users train and that are neither in
+`remat_opt.examples` nor in `held_out.py`.
+
+`NETWORKS` builds them by name; `predicted_memory` measures them as others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from benchmarks.unseen import images, language, others
+from benchmarks.unseen.step import Unseen
+
+NETWORKS: dict[str, Callable[[], Unseen]] = {
+    "accumulate": images.accumulate,
+    "neural_ode": others.neural_ode,
+    "mamba": language.mamba,
+    "ppo": others.ppo,
+    "llama": language.llama,
+    "moe": language.moe,
+    "diffusion": images.diffusion,
+    "vae": images.vae,
+    "efficientnet": images.efficientnet,
+    "conv3d": images.conv3d,
+    "wavenet": others.wavenet,
+    "transformer_xl": language.transformer_xl,
+    "dlrm": others.dlrm,
+    "perceiver": others.perceiver,
+    "chunked_loss": language.chunked_loss,
+    "clip": others.clip,
+    "t5": language.t5,
+}
