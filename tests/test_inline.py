@@ -328,3 +328,13 @@ def test_the_reversal_of_a_1x1_kernel_is_nothing() -> None:
     assert "rev" in str(jax.make_jaxpr(gradients)(kernel))
     assert "rev" not in names(assert_flat_and_equal(gradients, kernel))
     assert "rev" in names(assert_flat_and_equal(gradients, jnp.ones((3, 3, 3, 2))))
+
+
+def test_pieces_of_an_array_are_taken_apart_one_by_one() -> None:
+    def fun(x: jax.Array) -> list[jax.Array]:
+        return [jnp.sin(row) for row in x]
+
+    program = inlined(fun, X)
+    taken = [equation for equation in program.equations if equation.inputs == program.inputs]
+    assert [len(equation.outputs) for equation in taken] == [1, 1], "expected each piece in an equation of its own"
+    np.testing.assert_array_equal(evaluate(program, X), fun(X))

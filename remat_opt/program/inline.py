@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax import lax
 from jax.extend.core import primitives
 
 from remat_opt.program import compat
@@ -151,6 +152,18 @@ _ENTERED_RULES: dict[Any, Callable[[dict[str, Any]], Any | None]] = {
 }
 
 
+def _unstacked(whole: Any, *, axis: int) -> Any | None:
+    """What takes the pieces of an array apart, each when it is read, as compilers do; in one equation all of them would
+    be there from the first on. None on a mesh, whose axes its pieces would have to be told."""
+    if compat.is_placed(whole.aval):
+        return None
+
+    def pieces(x: jax.Array) -> list[jax.Array]:
+        return [lax.index_in_dim(x, at, axis, keepdims=False) for at in range(x.shape[axis])]
+
+    return jax.make_jaxpr(pieces)(jax.ShapeDtypeStruct(whole.aval.shape, whole.aval.dtype))
+
+
 class _Inliner:
     def __init__(self, keep_checkpoints: bool, keep_rules: bool, keep_names: bool, with_barriers: bool):
         self.keep_checkpoints = keep_checkpoints
@@ -225,6 +238,8 @@ class _Inliner:
             keep = self.keep_checkpoints or compat.policy_offloads(equation.params["policy"])
             self.entered_checkpoints |= not keep
             return None if keep else equation.params["jaxpr"]
+        if equation.primitive is compat.unstack_p:
+            return _unstacked(*equation.invars, **equation.params)
         rule = self.rules.get(equation.primitive)
         return None if rule is None else rule(equation.params)
 
