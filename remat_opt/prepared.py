@@ -74,6 +74,8 @@ class Prepared:
         if program is given:
             same = dataclasses.replace(self, loops=loops)
             same.__dict__["problem"] = self.problem  # with what searches remember
+            if self.is_rewritten:
+                same.__dict__["unchanged"] = self.unchanged
             return same
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
         return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)

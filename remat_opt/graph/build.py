@@ -89,17 +89,20 @@ def build(
             turned_by.update(dict.fromkeys(equation.outputs, index))
             continue
         op = op_of(program, equation, rates, constant_equations)
-        op = dataclasses.replace(op, inputs=tuple(dict.fromkeys(turned.get(value, value) for value in op.inputs)))
+        inputs = tuple(dict.fromkeys(turned.get(value, value) for value in op.inputs)) if turned else op.inputs
         space = workspace_of(equation, program, platform)
         inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
         if inside is None:
             inside = workspace_of_loops(equation.primitive, equation.params, in_its_own_order(rates))
-        space = max(space, inside) - _carried_in_place(equation, program, op.inputs, readers)
+        space = max(space, inside) - _carried_in_place(equation, program, inputs, readers)
+        kind = op.kind
         if platform in GPUS and equation.primitive in POOLS:  # a loop like others, into which its operand is fused
-            op = dataclasses.replace(op, kind=Kind.REDUCTION)
+            kind = Kind.REDUCTION
         if masks.intersection(equation.outputs):  # stored, with all that it is made of fused into it
-            op = dataclasses.replace(op, kind=Kind.REDUCTION)
-        ops.append(dataclasses.replace(op, workspace=space))
+            kind = Kind.REDUCTION
+        if (inputs, space, kind) != (op.inputs, op.workspace, op.kind):
+            op = dataclasses.replace(op, inputs=inputs, workspace=space, kind=kind)
+        ops.append(op)
         equation_of.append(index)
     sizes = [bytes_of(aval) for aval in program.avals]
     unfused = Graph(

@@ -33,6 +33,7 @@ Var = extend_core.Var
 DropVar = extend_core.DropVar
 Jaxpr = extend_core.Jaxpr
 ClosedJaxpr = extend_core.ClosedJaxpr
+_JAXPRS = (Jaxpr, ClosedJaxpr)
 
 
 # Primitives, by the object. Those without a public name are read off the jaxpr of a public function, once.
@@ -231,8 +232,12 @@ def jaxprs_in(params: dict[str, Any]) -> list[Any]:
     """All jaxprs among an equation's parameters, closed ones with their constants; none of a kernel's."""
     if is_kernel(params):
         return []
-    among = [one for value in params.values() for one in (value if isinstance(value, tuple) else (value,))]
-    return [one for one in among if isinstance(one, (Jaxpr, ClosedJaxpr))]
+    found = []
+    for value in params.values():
+        for one in value if isinstance(value, tuple) else (value,):
+            if isinstance(one, _JAXPRS):
+                found.append(one)
+    return found
 
 
 def is_kernel(params: dict[str, Any]) -> bool:
