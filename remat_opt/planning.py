@@ -20,7 +20,7 @@ from remat_opt.promises import keep_budget
 from remat_opt.search import Solution, search_of
 from remat_opt.settings import Settings
 
-WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
+WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
@@ -70,7 +70,13 @@ def least_memory(decider: Decider) -> Decision:
     if decider.settings.budget.at_any_cost:
         candidates.insert(0, decider.search(0))
     if decider.compile is None:
-        return decider.decision(min(candidates, key=lambda one: one.peak))
+        found = min(candidates, key=lambda one: one.peak)
+        if decider.foreseen(found) > WORTH_WRITING * decider.given.as_given:
+            return decider.plain(
+                "nothing to gain: a compiler is foreseen to need as much for the rewritten step as for the step as it "
+                "was given (not compiled while planning; verify=True asks the compiler)"
+            )
+        return decider.decision(found)
     # With the user's own checkpoints the step as given may need less than our model of it without them says.
     clear = found.peak <= TOO_CLOSE_TO_CALL * decider.given.peak_in_order
     clear = clear and decider.foreseen(found) <= TOO_CLOSE_TO_CALL * decider.given.as_given
@@ -108,7 +114,7 @@ def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_wi
         of_other = decider.measure(other)
         if of_other.temp_bytes < figures.temp_bytes:
             figures, found = of_other, other
-    if figures.temp_bytes < plain.temp_bytes:
+    if figures.temp_bytes <= WORTH_WRITING * plain.temp_bytes:
         return decider.decision(found, figures)
     return decider.plain(
         f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "

@@ -15,7 +15,9 @@ from step_networks import sine_step as step
 import remat_opt.optimized
 from remat_opt import InfeasibleBudget, RematWarning, optimize
 from remat_opt.budget import Budget, parse_budget
+from remat_opt.deciding import Decider
 from remat_opt.search import SOLVERS
+from remat_opt.targets.figures import Figures
 
 compiled: list[str] = []  # one entry for each time that XLA compiled something
 jax.monitoring.register_event_duration_secs_listener(
@@ -177,6 +179,22 @@ def test_least_memory_of_a_clear_case_needs_no_compilation() -> None:
     before = len(compiled)
     assert not optimize(step).plan(PARAMS, X).is_plain
     assert len(compiled) == before
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_hundredth_is_no_gain_by_whoever_has_the_last_word(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def foreseen(decider: Decider, found: Any) -> int:
+        return int(0.99 * decider.given.as_given)
+
+    def compiled_to(decider: Decider, found: Any) -> Any:
+        temp_bytes = 1000 if found is None else 990
+        return Figures(temp_bytes, 0, 0, 0, 0, None, 0.0, "cpu", "", "", autotuned=False)
+
+    monkeypatch.setattr(Decider, "foreseen", foreseen)
+    monkeypatch.setattr(Decider, "measure", compiled_to)
+    plan = optimize(step, verify=verify).plan(PARAMS, X)
+    assert plan.is_plain
+    assert "nothing to gain" in plan.note
 
 
 @pytest.mark.filterwarnings("ignore::remat_opt.RematWarning")
