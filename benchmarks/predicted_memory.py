@@ -97,6 +97,8 @@ _HELD_OUT = (
 _UNSEEN = (
     *("accumulate", "neural_ode", "mamba", "ppo", "llama", "moe", "diffusion", "vae", "efficientnet", "conv3d"),
     *("wavenet", "transformer_xl", "dlrm", "perceiver", "chunked_loss", "clip", "t5"),
+    *("masked_words", "averaged_weights", "graph_attention", "speech", "segmentation", "shifted_windows"),
+    *("radiance_field", "two_views", "retention", "points", "adapters", "learning_to_learn"),
 )
 _NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (

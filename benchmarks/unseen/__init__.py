@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.unseen import images, language, others
+from benchmarks.unseen import further, images, language, others
 from benchmarks.unseen.step import Unseen
 
 NETWORKS: dict[str, Callable[[], Unseen]] = {
@@ -29,4 +29,16 @@ NETWORKS: dict[str, Callable[[], Unseen]] = {
     "chunked_loss": language.chunked_loss,
     "clip": others.clip,
     "t5": language.t5,
+    "masked_words": further.masked_words,
+    "averaged_weights": further.averaged_weights,
+    "graph_attention": further.graph_attention,
+    "speech": further.speech,
+    "segmentation": further.segmentation,
+    "shifted_windows": further.shifted_windows,
+    "radiance_field": further.radiance_field,
+    "two_views": further.two_views,
+    "retention": further.retention,
+    "points": further.points,
+    "adapters": further.adapters,
+    "learning_to_learn": further.learning_to_learn,
 }
