@@ -16,7 +16,7 @@ from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import join_siblings
-from remat_opt.compilers.packing import lying_in_results, pack
+from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_fusion import with_pads_in_readers, with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
@@ -41,6 +41,7 @@ def compiled(
     platform: str = "",
     saving_memory: bool = False,
     chip: tpu.Chip = tpu.Chip.WHATEVER_FITS,
+    is_loop: bool = False,
 ) -> Graph:
     """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
 
@@ -51,16 +52,27 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
         chip: what may be on a TPU's, and is left out.
+        is_loop: whether it is the body of a loop, of which what is carried is donated.
     """
 
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
         body = inline(jaxpr, with_barriers=True, keep_names=False)
         reused = reused_by_results(primitive, params, len(body.inputs))
-        return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip))
+        is_loop = primitive is P.scan_p
+        graph = compiled(
+            body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip, is_loop=is_loop
+        )
+        if platform in GPUS:
+            bodies[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
+        return peak_of(graph)
 
+    bodies: dict[int, tuple[tuple[int, int, int], ...]] = {}
     program = by_slices(by_comparison(program) if platform == "tpu" else program)
-    kind = GpuReader if platform in GPUS else TpuReader if platform == "tpu" else Reader
-    reader = kind(program, rates, platform, peak_of_body)
+    if platform in GPUS:
+        carries = [at for at, is_given in enumerate(donated) if is_given] if is_loop else None
+        reader = GpuReader(program, rates, platform, peak_of_body, carries, bodies)
+    else:
+        reader = (TpuReader if platform == "tpu" else Reader)(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
@@ -158,9 +170,13 @@ def sharing_places(graph: Graph, platform: str = "") -> Graph:
 
 def without_what_lies_in_results(graph: Graph, platform: str) -> Graph:
     """A graph of kernels in their order in which the places of results are no memory, whatever lies there."""
-    inside = lying_in_results(graph, shared_places(graph, platform))
+    inside, less = lying_in_results(graph, shared_places(graph, platform))
     sizes = tuple(0 if value in inside else size for value, size in enumerate(graph.sizes))
-    return dataclasses.replace(graph, sizes=sizes) if inside else graph
+    ops = tuple(
+        dataclasses.replace(op, workspace=op.workspace - less[at]) if less.get(at) else op
+        for at, op in enumerate(graph.ops)
+    )
+    return dataclasses.replace(graph, sizes=sizes, ops=ops)
 
 
 def without_mere_views(graph: Graph) -> Graph:
