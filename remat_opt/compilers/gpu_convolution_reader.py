@@ -181,8 +181,14 @@ class ConvolutionReader(Reader):
 
     def is_returned(self, value: int) -> bool:
         """Whether a value is a result of the program, as it is or from behind a barrier."""
-        barriers = [one for one in self.readers.get(value, ()) if one.primitive is compat.barrier_p]
-        behind = [made for one in barriers for x, made in zip(one.inputs, one.outputs, strict=True) if x == value]
+        handing_on = (compat.barrier_p, compat.layout_constraint_p)
+        behind = (
+            made
+            for reader in self.readers.get(value, ())
+            if reader.primitive in handing_on
+            for given, made in zip(reader.inputs, reader.outputs, strict=True)
+            if given == value
+        )
         return value in self.program.outputs or any(map(self.is_returned, behind))
 
 
