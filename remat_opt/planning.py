@@ -82,8 +82,8 @@ def least_memory(decider: Decider) -> Decision:
 
 
 def least_foreseen(decider: Decider, found: Found) -> Found:
-    """The schedule for which the compiler is foreseen to need least: the one that was found, or one that the search knows
-    with a peak not far above it, and no more FLOPs."""
+    """The schedule for which the compiler is foreseen to need least: the one that was found, or another of `auto` with
+    no more FLOPs, with a peak not far above."""
     if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
         return found
     near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)

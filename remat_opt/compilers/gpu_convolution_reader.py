@@ -29,21 +29,23 @@ class ConvolutionReader(Reader):
         rates: Rates,
         platform: str,
         peak_of_body: PeakOfBody | None = None,
-        carries: Sequence[int] | None = None,
+        loop: tuple[int, int] | None = None,
         bodies: Mapping[int, tuple[tuple[int, int, int], ...]] | None = None,
     ):
         """
         Args:
             program, rates, platform, peak_of_body: as of `Reader`.
-            carries: of a loop's body the positions of what it carries among its inputs; None for other programs.
+            loop: of a loop's body how many constants it is given first, and how much it carries; None of others.
             bodies: by the id of its jaxpr, a body's buffers once its peak was asked for, as `Op.inside`.
         """
         super().__init__(program, rates, platform, peak_of_body)
         self.work: dict[int, Work] = {}  # by result
-        self.is_body = carries is not None
+        self.is_body = loop is not None
+        constants, carries = loop or (0, len(program.inputs))
+        self.slices = {*program.inputs[constants + carries :]}  # of stacks that a loop goes over
         self.bodies = {} if bodies is None else bodies  # filled later
         self.in_orders: set[int] = set()  # copies of kernels
-        self.kernels = Kernels(program, self.producer, carries)
+        self.kernels = Kernels(program, self.producer, range(constants, constants + carries) if loop else None)
 
     def convolution(self, equation: Equation, op: Op) -> Sequence[Op]:
         """A convolution with the arrays that are written for it, which others that need the same read, too."""
@@ -51,6 +53,11 @@ class ConvolutionReader(Reader):
         written = written_for(equation, self.program, is_reversed=kernel is not None and kernel.primitive is P.rev_p)
         numbers = equation.params["dimension_numbers"]
         ops, op = self.with_kernel(equation, op)
+        for value in self.slices.intersection(op.inputs):  # the library reads no slice where it lies
+            if (value, "slice") not in self.copies:
+                self.copies[value, "slice"] = self.new(self.sizes[value])
+                ops.append(Op((value,), (self.copies[value, "slice"],), kind=Kind.ELEMENTWISE, name="slice"))
+            op = _reading(op, value, self.copies[value, "slice"])
         specs = (numbers.lhs_spec[2:], written.image), (numbers.rhs_spec[2:], written.kernel)
         for operand, (spatial, sides) in zip(equation.inputs, specs, strict=True):
             if sides is None or isinstance(operand, Constant) or operand in self.constants:

@@ -158,16 +158,17 @@ def _order_of_sum(value: int | Constant, body: Program, producer: Mapping[int, E
 def _kernel_of(equation: Equation, program: Program, producer: Mapping[int, Equation]) -> tuple[int, Order]:
     """A convolution's kernel before it was reversed, and the order in which the library reads it. The gradient of a
     convolution by its image is one with the reversed kernel, or with one of a single element and a dilated image."""
-    (_, kernel), params = equation.inputs, equation.params
+    kernel, params = equation.inputs[1], equation.params
+    assert isinstance(kernel, int)
     maker = producer.get(kernel)
-    is_reversed = maker is not None and maker.primitive is P.rev_p and isinstance(maker.inputs[0], int)
+    given = maker.inputs[0] if maker is not None and maker.primitive is P.rev_p else None
     made, summed, *space = params["dimension_numbers"].rhs_spec
     aval = program.avals[kernel]
     is_single = math.prod(aval.shape[axis] for axis in space) == 1
-    is_gradient = max(params["lhs_dilation"], default=1) > 1 if is_single else is_reversed
+    is_gradient = max(params["lhs_dilation"], default=1) > 1 if is_single else isinstance(given, int)
     if is_gradient:
         made, summed = summed, made
-    return maker.inputs[0] if is_reversed else kernel, _order(made, summed, space, aval)
+    return given if isinstance(given, int) else kernel, _order(made, summed, space, aval)
 
 
 def _order(made: int, summed: int, space: Sequence[int], aval: Any) -> Order:

@@ -36,10 +36,10 @@ class GpuReader(ConvolutionReader):
         rates: Rates,
         platform: str,
         peak_of_body: PeakOfBody | None = None,
-        carries: Sequence[int] | None = None,
+        loop: tuple[int, int] | None = None,
         bodies: Mapping[int, tuple[tuple[int, int, int], ...]] | None = None,
     ):
-        super().__init__(program, rates, platform, peak_of_body, carries, bodies)
+        super().__init__(program, rates, platform, peak_of_body, loop, bodies)
         self.merged: dict[int, Merged] = {}  # products that are one, by equation
         self.members: dict[int, Op] = {}  # by equation
         self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts

@@ -41,7 +41,7 @@ def compiled(
     platform: str = "",
     saving_memory: bool = False,
     chip: tpu.Chip = tpu.Chip.WHATEVER_FITS,
-    is_loop: bool = False,
+    loop: tuple[int, int] | None = None,
 ) -> Graph:
     """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
 
@@ -52,16 +52,14 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
         chip: what may be on a TPU's, and is left out.
-        is_loop: whether it is the body of a loop, of which what is carried is donated.
+        loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
         body = inline(jaxpr, with_barriers=True, keep_names=False)
         reused = reused_by_results(primitive, params, len(body.inputs))
-        is_loop = primitive is P.scan_p
-        graph = compiled(
-            body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip, is_loop=is_loop
-        )
+        loop = compat.scan_counts(params) if primitive is P.scan_p else None
+        graph = compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip, loop=loop)
         if platform in GPUS:
             bodies[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
         return peak_of(graph)
@@ -69,8 +67,7 @@ def compiled(
     bodies: dict[int, tuple[tuple[int, int, int], ...]] = {}
     program = by_slices(by_comparison(program) if platform == "tpu" else program)
     if platform in GPUS:
-        carries = [at for at, is_given in enumerate(donated) if is_given] if is_loop else None
-        reader = GpuReader(program, rates, platform, peak_of_body, carries, bodies)
+        reader = GpuReader(program, rates, platform, peak_of_body, loop, bodies)
     else:
         reader = (TpuReader if platform == "tpu" else Reader)(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
@@ -170,12 +167,8 @@ def sharing_places(graph: Graph, platform: str = "") -> Graph:
 
 def without_what_lies_in_results(graph: Graph, platform: str) -> Graph:
     """A graph of kernels in their order in which the places of results are no memory, whatever lies there."""
-    inside, less = lying_in_results(graph, shared_places(graph, platform))
+    inside, ops = lying_in_results(graph, shared_places(graph, platform))
     sizes = tuple(0 if value in inside else size for value, size in enumerate(graph.sizes))
-    ops = tuple(
-        dataclasses.replace(op, workspace=op.workspace - less[at]) if less.get(at) else op
-        for at, op in enumerate(graph.ops)
-    )
     return dataclasses.replace(graph, sizes=sizes, ops=ops)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from remat_opt.graph.graph import Graph, Kind
+from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
 from remat_opt.graph.schedule import save_everything
 
@@ -82,16 +82,24 @@ def _disturbed(lived: np.ndarray) -> Iterator[np.ndarray]:
 def _chunks(graph: Graph, shared: Mapping[int, int], *, with_bodies: bool = False) -> Chunks:
     """One chunk for each buffer, those that share a place as one, and one for each kernel's workspace.
 
-    What lives in the body of a loop or a branch is many buffers, which lie in what gaps there are: no chunk, but where
-    asked for, to be counted.
+    What lives in the body of a loop is many buffers, each a chunk while that runs. Where they are not known, they lie
+    in what gaps there are: no chunk, but where asked for, to be counted.
     """
+    start = [0]  # of each op, in moments, of which a loop has many
+    for op in graph.ops:
+        start.append(start[-1] + 1 + max((last for *_, last in op.inside), default=0))
     size, birth, death, _ = _buffers(graph, simulate(graph, save_everything(graph)).lives, shared)
+    start.append(start[-1] + 1)
+    birth, death = [start[one] for one in birth], [start[one + 1] - 1 for one in death]
     for position, op in enumerate(graph.ops):
         space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
-        if space > 0 and (with_bodies or op.name not in OF_BODIES):
-            size.append(space)
-            birth.append(position)
-            death.append(position)
+        inside = [(of_one, start[position] + first, start[position] + last) for of_one, first, last in op.inside]
+        if not inside and space > 0 and (with_bodies or op.name not in OF_BODIES):
+            inside = [(space, start[position], start[position + 1] - 1)]
+        for of_one, first, last in inside:
+            size.append(of_one)
+            birth.append(first)
+            death.append(last)
     return _in_events(np.array(size, dtype=np.int64), np.array(birth, dtype=np.int64), np.array(death, dtype=np.int64))
 
 
@@ -128,8 +136,8 @@ def buffers_of(graph: Graph, shared: Mapping[int, int]) -> tuple[tuple[int, int,
     return tuple(found)
 
 
-def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> tuple[frozenset[int], dict[int, int]]:
-    """Values that lie in the places of results, and bytes that loops need less because buffers inside do.
+def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> tuple[frozenset[int], tuple[Op, ...]]:
+    """Values that lie in the places of results, and the ops without what of loops' buffers does.
 
     Args:
         graph: kernels in their order.
@@ -151,12 +159,13 @@ def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> tuple[frozenset
         else:
             if at >= 0:
                 beside.setdefault(at, []).append((size, birth[1], death[1]))
-    less = {
-        at: max(_most_at_once(op.inside) - _most_at_once(beside.get(at, [])), 0)
-        for at, op in enumerate(graph.ops)
-        if op.inside
-    }
-    return frozenset(found), less
+    ops = list(graph.ops)
+    for at, op in enumerate(ops):
+        if op.inside:
+            inside = tuple(beside.get(at, ()))
+            less = max(_most_at_once(op.inside) - _most_at_once(inside), 0)
+            ops[at] = dataclasses.replace(op, inside=inside, workspace=op.workspace - less)
+    return frozenset(found), tuple(ops)
 
 
 _Moment = tuple[int, int]  # the position of an op, and one inside of it

@@ -117,7 +117,7 @@ class Search:
 
     @functools.cached_property
     def near_least(self) -> tuple[Solution, ...]:
-        """With at most one extra forward pass: `least_of_levels`, and from `least` on what is faster than all before it.
+        """With at most one extra forward pass: `least_of_levels`, and from `least` on what is faster than those before.
 
         Their peaks are not far from the least one, and which of them a compiler needs least for only its model says.
         """
