@@ -139,19 +139,19 @@ class ConvolutionReader(Reader):
         behind: list[Op] = []
         op = dataclasses.replace(op, inside=self.bodies.get(id(equation.params["jaxpr"]), ()))
         for at, (value, order) in enumerate(zip(equation.inputs, orders_of_loop(equation.params), strict=True)):
-            is_moved = isinstance(value, int) and value not in self.constants and self.kernels.is_moved(value, order)
             if order is None:
                 continue
+            moved = None
+            if isinstance(value, int) and value not in self.constants and self.kernels.is_moved(value, order):
+                moved = value
             if first <= at < first + count:
-                op, copied, returned = self.carried(
-                    value if is_moved else None, equation.outputs[at - first], order, op
-                )
+                op, copied, returned = self.carried(moved, equation.outputs[at - first], order, op)
                 before += copied
                 behind += returned
-            elif is_moved:
-                copies, (made,) = self.in_order(value, order)
+            elif moved is not None:
+                copies, (made,) = self.in_order(moved, order)
                 before += copies
-                op = _reading(op, self.buffer(value), made)
+                op = _reading(op, self.buffer(moved), made)
         return [*before, op, *reversed(behind)]  # of what is worth the same the compiler does the last first
 
     def carried(self, given: int | None, last: int, order: Order, op: Op) -> tuple[Op, list[Op], list[Op]]:
