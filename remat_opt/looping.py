@@ -68,7 +68,7 @@ def write_loops(
     share, donated = inside, {given for given, _ in aliases}
 
     def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Body | None:
-        return body_in_segments(body, rates, overwritten, share, {} if problems is None else problems)
+        return body_in_segments(body, rates, overwritten, share, {} if problems is None else problems, platform)
 
     program, bodies = rewrite_inside(
         program, rates, in_segments, pairs=loops.pairs, donated=donated, keep_checkpoints=keep_checkpoints
@@ -136,7 +136,12 @@ def _problem_of(graph: Graph, known: dict[Any, Problem]) -> Problem:
 
 
 def body_in_segments(
-    body: Program, rates: Rates, overwritten: tuple[bool, ...], share: float, problems: dict[Any, Problem]
+    body: Program,
+    rates: Rates,
+    overwritten: tuple[bool, ...],
+    share: float,
+    problems: dict[Any, Problem],
+    platform: str = "",
 ) -> Body | None:
     """A body that has a forward and a backward pass with a schedule of less memory; None where nothing is gained.
 
@@ -146,8 +151,9 @@ def body_in_segments(
         overwritten: for each input whether its buffer may be reused: the carry's may.
         share: of what lies between the least and the plain peak, how much it may need.
         problems: see `write_loops`; forms of a step differ in few of their bodies.
+        platform: "cpu", "cuda" or "tpu", of the compiler that it is written for.
     """
-    bridge = build(body, rates, overwritten)
+    bridge = build(body, rates, overwritten, platform=platform)
     if not bridge.graph.ops:
         return None
     graph = bridge.graph

@@ -22,6 +22,7 @@ from remat_opt.settings import Settings
 
 WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
+MOST_FORESEEN = 8  # schedules of about the least peak
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 
@@ -65,7 +66,7 @@ def least_memory(decider: Decider) -> Decision:
             "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
             "optimize the whole training step, with jax.grad and the update, not the loss alone)"
         )
-    found = with_longer_runs(decider, found)
+    found = least_foreseen(decider, found)
     candidates = [found]
     if decider.settings.budget.at_any_cost:
         candidates.insert(0, decider.search(0))
@@ -86,14 +87,14 @@ def least_memory(decider: Decider) -> Decision:
     return by_the_compiler(decider, candidates, compare_with_plain=not clear)
 
 
-def with_longer_runs(decider: Decider, found: Found) -> Found:
-    """The schedule from which `auto` has gone on value by value, where the compiler is foreseen to need less for it."""
+def least_foreseen(decider: Decider, found: Found) -> Found:
+    """The schedule for which the compiler is foreseen to need least: the one that was found, or another of `auto` with
+    no more FLOPs, with a peak not far above."""
     if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
         return found
-    longer = Found(found.prepared, search_of(found.prepared.problem).least_of_levels)
-    if longer.is_the_same_as(found) or longer.extra_flops > found.extra_flops:
-        return found
-    return longer if decider.foreseen(longer) < decider.foreseen(found) else found
+    near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
+    others = [one for one in near if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
+    return min((found, *others[:MOST_FORESEEN]), key=lambda one: (decider.foreseen(one), one.extra_flops))
 
 
 def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:

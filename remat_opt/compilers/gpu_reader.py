@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import WINDOWED, draws_by_arithmetic, moves_ones_only
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, Split, split_of
-from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
+from remat_opt.compilers.gpu_convolution_reader import ConvolutionReader
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
-from remat_opt.compilers.reader import Reader
 from remat_opt.graph.build import PeakOfBody, bytes_of, op_of, workspace_of
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind, Op
@@ -28,12 +27,19 @@ from remat_opt.program.primitives import ELEMENTWISE, MOVES
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 
 
-class GpuReader(Reader):
+class GpuReader(ConvolutionReader):
     """Equations as the ops of a GPU's compiler."""
 
-    def __init__(self, program: Program, rates: Rates, platform: str, peak_of_body: PeakOfBody | None = None):
-        super().__init__(program, rates, platform, peak_of_body)
-        self.work: dict[int, Work] = {}  # by result
+    def __init__(
+        self,
+        program: Program,
+        rates: Rates,
+        platform: str,
+        peak_of_body: PeakOfBody | None = None,
+        loop: tuple[int, int] | None = None,
+        bodies: Mapping[int, tuple[tuple[int, int, int], ...]] | None = None,
+    ):
+        super().__init__(program, rates, platform, peak_of_body, loop, bodies)
         self.merged: dict[int, Merged] = {}  # products that are one, by equation
         self.members: dict[int, Op] = {}  # by equation
         self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts
@@ -55,7 +61,7 @@ class GpuReader(Reader):
             return self.merge(index)
         if equation.primitive is P.select_and_scatter_add_p:
             return self.pooled_backwards(equation)
-        if self.is_done_by_product(equation):
+        if self.kernels.is_folded(equation, self.readers) or self.is_done_by_product(equation):
             return []
         return super().ops_at(index, equation)
 
@@ -80,6 +86,8 @@ class GpuReader(Reader):
             return [*copies, *self.in_parts(op, split, result.size)]
         if equation.primitive is P.conv_general_dilated_p:
             return self.convolution(equation, op)
+        if equation.primitive is P.scan_p:
+            return self.loop(equation, op)
         if equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p:  # loops that compute what they read
             return [dataclasses.replace(op, kind=Kind.REDUCTION)]
         if equation.primitive is P.gather_p or draws_by_arithmetic(equation, self.program):
@@ -89,6 +97,8 @@ class GpuReader(Reader):
         return [op, *more]
 
     def finish(self) -> None:
+        self.read_copies_in_updates()
+        self.copy_kernels_first()
         self.make_changed_zeros()
         self.share_zeros()
         self.sort()
@@ -259,33 +269,6 @@ class GpuReader(Reader):
 
     def with_buffers(self, work: Work) -> Work:
         return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
-
-    def convolution(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A convolution with the arrays that are written for it, which others that need the same read, too."""
-        kernel = self.producer.get(equation.inputs[1]) if isinstance(equation.inputs[1], int) else None
-        written = written_for(equation, self.program, is_reversed=kernel is not None and kernel.primitive is P.rev_p)
-        numbers = equation.params["dimension_numbers"]
-        ops: list[Op] = []
-        specs = (numbers.lhs_spec[2:], written.image), (numbers.rhs_spec[2:], written.kernel)
-        for operand, (spatial, sides) in zip(equation.inputs, specs, strict=True):
-            if sides is None or isinstance(operand, Constant) or operand in self.constants:
-                continue
-            key = (operand, "padded", sides)
-            if key not in self.copies:
-                aval = self.program.avals[operand]
-                elements = padded_elements(aval.shape, spatial, sides)
-                self.copies[key] = self.new(elements * compat.item_bytes(aval.dtype))
-                ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="pad"))
-            buffer = self.buffer(operand)
-            op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
-        (result,) = op.outputs
-        aval = self.program.avals[result]
-        if written.elements == aval.size:
-            return [*ops, op]
-        whole = self.new(written.elements * compat.item_bytes(aval.dtype))
-        self.work[result] = Work(0.0, aval.size / BLOCK, {whole: aval.size / written.elements})
-        part = Op((whole,), (result,), kind=Kind.ELEMENTWISE, name="slice")
-        return [*ops, dataclasses.replace(op, outputs=(whole,)), part]
 
     def sources_in_product(self, value: int) -> Sequence[int]:
         """What a product reads for an operand. Work on one array, with constants and what is spread over it, it

@@ -16,7 +16,7 @@ from remat_opt.compilers import tpu
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import join_siblings
-from remat_opt.compilers.packing import lying_in_results, pack
+from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_fusion import with_pads_in_readers, with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
@@ -41,6 +41,7 @@ def compiled(
     platform: str = "",
     saving_memory: bool = False,
     chip: tpu.Chip = tpu.Chip.WHATEVER_FITS,
+    loop: tuple[int, int] | None = None,
 ) -> Graph:
     """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
 
@@ -51,16 +52,24 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
         chip: what may be on a TPU's, and is left out.
+        loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
         body = inline(jaxpr, with_barriers=True, keep_names=False)
         reused = reused_by_results(primitive, params, len(body.inputs))
-        return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip))
+        loop = compat.scan_counts(params) if primitive is P.scan_p else None
+        graph = compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip, loop=loop)
+        if platform in GPUS:
+            bodies[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
+        return peak_of(graph)
 
+    bodies: dict[int, tuple[tuple[int, int, int], ...]] = {}
     program = by_slices(by_comparison(program) if platform == "tpu" else program)
-    kind = GpuReader if platform in GPUS else TpuReader if platform == "tpu" else Reader
-    reader = kind(program, rates, platform, peak_of_body)
+    if platform in GPUS:
+        reader = GpuReader(program, rates, platform, peak_of_body, loop, bodies)
+    else:
+        reader = (TpuReader if platform == "tpu" else Reader)(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
@@ -158,9 +167,9 @@ def sharing_places(graph: Graph, platform: str = "") -> Graph:
 
 def without_what_lies_in_results(graph: Graph, platform: str) -> Graph:
     """A graph of kernels in their order in which the places of results are no memory, whatever lies there."""
-    inside = lying_in_results(graph, shared_places(graph, platform))
+    inside, ops = lying_in_results(graph, shared_places(graph, platform))
     sizes = tuple(0 if value in inside else size for value, size in enumerate(graph.sizes))
-    return dataclasses.replace(graph, sizes=sizes) if inside else graph
+    return dataclasses.replace(graph, sizes=sizes, ops=ops)
 
 
 def without_mere_views(graph: Graph) -> Graph:

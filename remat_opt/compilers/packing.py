@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from remat_opt.graph.graph import Graph, Kind
+from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
 from remat_opt.graph.schedule import save_everything
 
@@ -81,16 +82,24 @@ def _disturbed(lived: np.ndarray) -> Iterator[np.ndarray]:
 def _chunks(graph: Graph, shared: Mapping[int, int], *, with_bodies: bool = False) -> Chunks:
     """One chunk for each buffer, those that share a place as one, and one for each kernel's workspace.
 
-    What lives in the body of a loop or a branch is many buffers, which lie in what gaps there are: no chunk, but where
-    asked for, to be counted.
+    What lives in the body of a loop is many buffers, each a chunk while that runs. Where they are not known, they lie
+    in what gaps there are: no chunk, but where asked for, to be counted.
     """
+    start = [0]  # of each op, in moments, of which a loop has many
+    for op in graph.ops:
+        start.append(start[-1] + 1 + max((last for *_, last in op.inside), default=0))
     size, birth, death, _ = _buffers(graph, simulate(graph, save_everything(graph)).lives, shared)
+    start.append(start[-1] + 1)
+    birth, death = [start[one] for one in birth], [start[one + 1] - 1 for one in death]
     for position, op in enumerate(graph.ops):
         space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
-        if space > 0 and (with_bodies or op.name not in OF_BODIES):
-            size.append(space)
-            birth.append(position)
-            death.append(position)
+        inside = [(of_one, start[position] + first, start[position] + last) for of_one, first, last in op.inside]
+        if not inside and space > 0 and (with_bodies or op.name not in OF_BODIES):
+            inside = [(space, start[position], start[position + 1] - 1)]
+        for of_one, first, last in inside:
+            size.append(of_one)
+            birth.append(first)
+            death.append(last)
     return _in_events(np.array(size, dtype=np.int64), np.array(birth, dtype=np.int64), np.array(death, dtype=np.int64))
 
 
@@ -117,8 +126,18 @@ def _buffers(
     return size, birth, death, values
 
 
-def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> frozenset[int]:
-    """Values that lie in the places of results.
+def buffers_of(graph: Graph, shared: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
+    """Bytes, first and last position of all buffers of a body, as `Op.inside`; arguments as of `pack`."""
+    size, birth, death, _ = _buffers(graph, simulate(graph, save_everything(graph)).lives, shared)
+    found = list(zip(size, birth, death, strict=True))
+    for position, op in enumerate(graph.ops):
+        space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
+        found += [(space, position, position)] * (space > 0)
+    return tuple(found)
+
+
+def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> tuple[frozenset[int], tuple[Op, ...]]:
+    """Values that lie in the places of results, and the ops without what of loops' buffers does.
 
     Args:
         graph: kernels in their order.
@@ -127,17 +146,52 @@ def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> frozenset[int]:
     lives = simulate(graph, save_everything(graph)).lives
     results = _places_of_results(graph, lives)
     sizes = [result.size for result in results]
-    size, birth, death, values = _buffers(graph, lives, shared)
     found: set[int] = set()
-    for index in sorted(range(len(size)), key=lambda index: (-size[index], birth[index])):
-        for result in results[bisect.bisect_left(sizes, size[index]) :]:
-            written_over = death[index] == result.made and values[index][-1] in result.may_be_written_over
-            until = death[index] - written_over
-            if all(until < first or last < birth[index] for first, last in result.taken):
-                result.taken.append((birth[index], until))
-                found.update(values[index])
+    beside: dict[int, list[tuple[int, int, int]]] = {}  # what of a loop's buffers lies elsewhere
+    for size, birth, death, at, values in _from_the_largest(graph, lives, shared):
+        for result in results[bisect.bisect_left(sizes, size) :]:
+            written_over = values and death[0] == result.made and values[-1] in result.may_be_written_over
+            until = (death[0] - 1, _END) if written_over else death
+            if all(until < first or last < birth for first, last in result.taken):
+                result.taken.append((birth, until))
+                found.update(values)
                 break
-    return frozenset(found)
+        else:
+            if at >= 0:
+                beside.setdefault(at, []).append((size, birth[1], death[1]))
+    ops = list(graph.ops)
+    for at, op in enumerate(ops):
+        if op.inside:
+            inside = tuple(beside.get(at, ()))
+            less = max(_most_at_once(op.inside) - _most_at_once(inside), 0)
+            ops[at] = dataclasses.replace(op, inside=inside, workspace=op.workspace - less)
+    return frozenset(found), tuple(ops)
+
+
+_Moment = tuple[int, int]  # the position of an op, and one inside of it
+_END = 1 << 60
+
+
+def _from_the_largest(
+    graph: Graph, lives: Lives, shared: Mapping[int, int]
+) -> list[tuple[int, _Moment, _Moment, int, list[int]]]:
+    """Bytes, first and last moment of all buffers, with the loop that they are in (−1 for none) or their values."""
+    every = [
+        (of_one, (first, 0), (last, _END), -1, values)
+        for of_one, first, last, values in zip(*_buffers(graph, lives, shared), strict=True)
+    ]
+    every += [
+        (of_one, (at, first), (at, last), at, [])
+        for at, op in enumerate(graph.ops)
+        for of_one, first, last in op.inside
+    ]
+    return sorted(every, key=lambda one: (-one[0], one[1]))
+
+
+def _most_at_once(buffers: Sequence[tuple[int, int, int]]) -> int:
+    """The most bytes of some buffers at one moment."""
+    change = [(first, size) for size, first, _ in buffers] + [(last + 1, -size) for size, _, last in buffers]
+    return max(itertools.accumulate(size for _, size in sorted(change)), default=0)
 
 
 @dataclasses.dataclass
@@ -148,13 +202,13 @@ class _Place:
         size: in bytes.
         made: when the result is made.
         may_be_written_over: operands over which the result may be written.
-        taken: when something lies there, first and last positions.
+        taken: when something lies there, first and last moments.
     """
 
     size: int
     made: int
     may_be_written_over: frozenset[int]
-    taken: list[tuple[int, int]]
+    taken: list[tuple[_Moment, _Moment]]
 
 
 def _places_of_results(graph: Graph, lives: Lives) -> list[_Place]:
@@ -169,10 +223,10 @@ def _places_of_results(graph: Graph, lives: Lives) -> list[_Place]:
         op, size = graph.ops[made], graph.sizes[value]
         is_loop = op.kind is Kind.ELEMENTWISE
         fitting = frozenset(operand for operand in op.inputs if is_loop and graph.sizes[operand] == size)
-        taken = [(made, len(graph.ops))]
+        taken = [((made, 0), (len(graph.ops), _END))]
         if value in given:
-            taken.append((0, last_read[given[value]]))
-            if taken[-1][1] >= made:
+            taken.append(((0, 0), (last_read[given[value]], _END)))
+            if last_read[given[value]] >= made:
                 continue
         places.append(_Place(size, made, fitting, taken))
     places.reverse()

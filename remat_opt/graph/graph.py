@@ -46,6 +46,7 @@ class Op:
         of_buffers: its operands are buffers although its kind does not ask for that.
         of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
         changed_later: its result is changed afterwards where it lies, and so gets a place of its own.
+        inside: of a loop, what its workspace is made of: bytes of each buffer, and its first and last moment.
     """
 
     inputs: tuple[int, ...]
@@ -62,6 +63,7 @@ class Op:
     of_buffers: bool = False
     of_views: bool = False
     changed_later: bool = False
+    inside: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
