@@ -23,6 +23,7 @@ from remat_opt.settings import Settings
 WORTH_WRITING = 0.98  # a predicted peak above this part of the plain one is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 MOST_FORESEEN = 8  # schedules of about the least peak
+ABOUT_AS_LITTLE = 1.005  # times the least that is foreseen
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 
@@ -88,7 +89,10 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
         return found
     near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
     others = [one for one in near if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
-    return min((found, *others[:MOST_FORESEEN]), key=lambda one: (decider.foreseen(one), one.extra_flops))
+    foreseen = [(decider.foreseen(one), one) for one in (found, *others[:MOST_FORESEEN])]
+    about_least = min(size for size, _ in foreseen) * ABOUT_AS_LITTLE
+    low = (pair for pair in foreseen if pair[0] <= about_least)
+    return min(low, key=lambda pair: (pair[1].extra_flops, pair[0]))[1]
 
 
 def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:
