@@ -6,7 +6,7 @@ This module knows the stages from capture to plan; `optimized.py` knows how a de
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from remat_opt.deciding import Decider, Decision, Measure, versions
 from remat_opt.forms import Found
@@ -24,6 +24,7 @@ WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or co
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 MOST_FORESEEN = 8  # schedules of about the least peak
 MOST_EQUATIONS_FORESEEN = 40_000  # of all of these together: some 25 seconds
+ABOUT_AS_LITTLE = 1.005  # times the least that is foreseen
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 
@@ -89,22 +90,17 @@ def least_memory(decider: Decider) -> Decision:
 
 
 def least_foreseen(decider: Decider, found: Found) -> Found:
-    """The schedule for which the compiler is foreseen to need least: the one that was found, or another of `auto` with
-    no more FLOPs, with a peak not far above. Only the one from which it has gone on value by value is taken for less
-    than `WORTH_WRITING`: what is foreseen errs by as much."""
+    """The schedule of the fewest FLOPs of those for which the compiler is foreseen to need about the least: the one that
+    was found, and others of `auto` with no more FLOPs and peaks not far above."""
     if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
         return found
     near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
-    longer, *others = near
-    found = min([found, *cheaper([longer], found)], key=decider.foreseen)
+    others = [one for one in near if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
     count = min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // len(found.prepared.captured.program.equations))
-    least = min([found, *cheaper(others, found)[:count]], key=lambda one: (decider.foreseen(one), one.extra_flops))
-    return least if decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found) else found
-
-
-def cheaper(others: Iterable[Found], found: Found) -> list[Found]:
-    """Those of other schedules that have no more FLOPs."""
-    return [one for one in others if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
+    foreseen = [(decider.foreseen(one), one) for one in (found, *others[: max(count, 1)])]
+    about_least = min(size for size, _ in foreseen) * ABOUT_AS_LITTLE
+    low = (pair for pair in foreseen if pair[0] <= about_least)
+    return min(low, key=lambda pair: (pair[1].extra_flops, pair[0]))[1]
 
 
 def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:

@@ -145,3 +145,17 @@ def test_what_lives_in_a_loop_lies_in_places_of_results() -> None:
     graph = Graph((1, 1, 10), (loop, Op((1,), (2,))), inputs=(0,), outputs=(2,), fused=True)
     assert peak_of(without_what_lies_in_results(graph, "cuda")) == 8 + 1
     assert allocated_by(without_what_lies_in_results(graph, "cuda"), "cuda") == 8 + 1
+
+
+def test_bodies_of_loops_are_written_for_their_platform() -> None:
+    """What a step updates keeps the layout that it was given in, for a GPU, in a loop, too: there a ResNet-50 took 252
+    MB without, 149 with it."""
+    kernels, images = [array(3, 3, 16, 16)] * 6, array(STEPS, 16, 32, 32, 16)
+
+    def constraints(target: str) -> int:
+        step = optimize(with_momentum, target=target, verify=False, donate_argnums=(0, 1))
+        (loop,) = (one for one in step.jaxpr(kernels, kernels, images).eqns if one.primitive.name == "scan")
+        return str(loop.params["jaxpr"]).count("layout_constraint")
+
+    assert constraints("h200") == 2 * len(kernels)
+    assert constraints("v5e") == 0
