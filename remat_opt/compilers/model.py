@@ -18,6 +18,7 @@ from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
+from remat_opt.compilers.tpu_clock import with_seconds
 from remat_opt.compilers.tpu_fusion import with_pads_in_readers, with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph import ordering
@@ -53,14 +54,25 @@ def compiled(
         chip: what may be on a TPU's, and is left out.
     """
 
+    bodies: dict[int, Graph] = {}
+
+    def body_of(primitive: Any, params: dict[str, Any], jaxpr: Any) -> Graph:
+        if id(jaxpr) not in bodies:
+            body = inline(jaxpr, with_barriers=True, keep_names=False)
+            reused = reused_by_results(primitive, params, len(body.inputs))
+            options = {"platform": platform, "saving_memory": saving_memory, "chip": chip}
+            bodies[id(jaxpr)] = compiled(body, rates, reused, **options)
+        return bodies[id(jaxpr)]
+
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
-        body = inline(jaxpr, with_barriers=True, keep_names=False)
-        reused = reused_by_results(primitive, params, len(body.inputs))
-        return peak_of(compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip))
+        return peak_of(body_of(primitive, params, jaxpr))
 
     program = by_slices(by_comparison(program) if platform == "tpu" else program)
-    kind = GpuReader if platform in GPUS else TpuReader if platform == "tpu" else Reader
-    reader = kind(program, rates, platform, peak_of_body)
+    if platform == "tpu":
+        reader = TpuReader(program, rates, platform, peak_of_body)
+        reader.seconds_of_body = lambda *body: body_of(*body).seconds
+    else:
+        reader = (GpuReader if platform in GPUS else Reader)(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
@@ -80,10 +92,9 @@ def compiled(
     ordered = ordering.in_order(graph, ordering.order_of(graph, platform, saving_memory))
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
-    graph = sharing_places(ordered, platform)
     if isinstance(reader, TpuReader):
-        return tpu.on_chip(graph, reader.accumulated(), rates=rates, chip=chip)
-    return graph
+        ordered = tpu.on_chip(with_seconds(ordered, rates), reader.accumulated(), rates=rates, chip=chip)
+    return sharing_places(ordered, platform)
 
 
 def reused_by_results(primitive: Any, params: dict[str, Any], inputs: int) -> tuple[bool, ...]:
