@@ -34,19 +34,43 @@ def with_seconds(graph: Graph, rates: Rates) -> Graph:
         graph: kernels with sizes as they are stored; what they take beside their traffic is there as `seconds`.
         rates: FLOP/s and bytes/s of the target.
     """
-    ops = tuple(dataclasses.replace(op, seconds=_seconds(graph, op, rates)) for op in graph.ops)
-    return dataclasses.replace(graph, ops=ops)
+    ops = [dataclasses.replace(op, seconds=_seconds(graph, at, rates)) for at, op in enumerate(graph.ops)]
+    return dataclasses.replace(graph, ops=tuple(ops))
 
 
-def _seconds(graph: Graph, op: Op, rates: Rates) -> float:
+def _seconds(graph: Graph, at: int, rates: Rates) -> float:
+    op = graph.ops[at]
     if op.kind is Kind.BARRIER:
         return 0.0
     if op.name in OF_BODIES:
         return op.seconds
-    traffic = (read_by(graph, op) + sum(graph.sizes[value] for value in op.outputs)) / bandwidth_of(rates)
+    moved = read_by(graph, op) + sum(graph.sizes[value] for value in op.outputs)
+    if op.kind is Kind.REDUCTION:
+        moved -= _read_beside(graph, at)
+    traffic = moved / bandwidth_of(rates)
     if op.kind is Kind.PRODUCT:
         return max(traffic, op.flops / rates.matrix_rate("float32"))
     return max(traffic, op.seconds) if op.kind is Kind.OPAQUE else traffic
+
+
+def _read_beside(graph: Graph, at: int) -> int:
+    """Bytes that a reduction need not read, as it is done in the kernel that makes them, or in one with another
+    reduction that reads them: where all else that it needs is there before that kernel."""
+    op, most = graph.ops[at], 0
+    makers = {graph.producer[value] for value in op.inputs}
+    there_from = max(makers, default=-1)
+    siblings = {
+        user
+        for value in op.inputs
+        for user in graph.users[value]
+        if there_from <= user < at and graph.ops[user].kind is Kind.REDUCTION
+    }
+    for host in siblings | ({there_from} if there_from >= 0 else set()):
+        kernel = graph.ops[host]
+        if kernel.kind not in (Kind.BARRIER, Kind.OPAQUE):
+            known = {*kernel.outputs, *kernel.inputs}
+            most = max(most, sum(graph.sizes[value] for value in op.inputs if value in known))
+    return most
 
 
 def read_by(graph: Graph, op: Op) -> int:
