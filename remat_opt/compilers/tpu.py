@@ -80,7 +80,7 @@ def on_chip(
             continue
         if stay.outside_until < 0:
             sizes[value] = 0
-        for read in _reads(lives, index):
+        for read in _reads(graph, lives, index):
             if read > stay.outside_until:
                 unread[read].add(value)
     sizes.append(TABLE * (_tables(graph, accumulated) + copies))
@@ -93,9 +93,11 @@ def on_chip(
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *ops, last))
 
 
-def _reads(lives: Lives, index: int) -> list[int]:
-    """The kernels that read a buffer."""
-    return np.unique(lives.reads[lives.reads_start[index] : lives.reads_start[index + 1]]).tolist()
+def _reads(graph: Graph, lives: Lives, index: int) -> list[int]:
+    """The kernels that read a buffer. (Barriers are gone when places are found.)"""
+    reads = np.unique(lives.reads[lives.reads_start[index] : lives.reads_start[index + 1]]).tolist()
+    by_kernels = [at for at in reads if at == len(graph.ops) or graph.ops[at].kind is not Kind.BARRIER]
+    return by_kernels or reads
 
 
 def _stays(graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, allowed: Chip) -> dict[int, Stay]:
@@ -113,7 +115,7 @@ def _stays(graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, allowed
         size = int(sizes[index])
         if 0 < size <= memory.capacity and lives.value[index] not in outside:
             is_argument = index < arguments
-            reads = _reads(lives, index)
+            reads = _reads(graph, lives, index)
             stays[index] = memory.stay_of(size, int(lives.birth[index]), reads, is_argument=is_argument)
     return stays
 
