@@ -80,6 +80,7 @@ def on_chip(
             continue
         if stay.outside_until < 0:
             sizes[value] = 0
+            continue
         for read in _reads(graph, lives, index):
             if read > stay.outside_until:
                 unread[read].add(value)

@@ -67,7 +67,8 @@ def _read_beside(graph: Graph, at: int) -> int:
     }
     for host in siblings | ({there_from} if there_from >= 0 else set()):
         kernel = graph.ops[host]
-        if kernel.kind not in (Kind.BARRIER, Kind.OPAQUE):
+        is_finished_first = kernel.kind is Kind.REDUCTION and not set(kernel.outputs).isdisjoint(op.inputs)
+        if kernel.kind not in (Kind.BARRIER, Kind.OPAQUE) and not is_finished_first:
             known = {*kernel.outputs, *kernel.inputs}
             most = max(most, sum(graph.sizes[value] for value in op.inputs if value in known))
     return most
