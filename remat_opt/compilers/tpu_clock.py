@@ -15,6 +15,7 @@ import numpy as np
 
 from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.graph.cost import Rates
+from remat_opt.graph.fusion import OF_PIECES
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives
 
@@ -75,10 +76,11 @@ def _read_beside(graph: Graph, at: int) -> int:
 
 
 def read_by(graph: Graph, op: Op) -> int:
-    """Bytes that a kernel reads: of what it reads at other places than it writes no more than it writes."""
+    """Bytes that a kernel reads: of what it takes a part of as many as it writes."""
     written = sum(graph.sizes[value] for value in op.outputs)
-    cut = op.inputs if op.name in BY_INDEX else op.moved_of if op.kind is Kind.ELEMENTWISE else ()
-    return sum(min(graph.sizes[value], written) if value in cut else graph.sizes[value] for value in op.inputs)
+    takes_parts = op.kind is Kind.ELEMENTWISE and op.name not in OF_PIECES
+    parts = op.inputs if op.name in BY_INDEX else op.moved_of if takes_parts else ()
+    return sum(min(graph.sizes[value], written) if value in parts else graph.sizes[value] for value in op.inputs)
 
 
 def bandwidth_of(rates: Rates) -> float:
