@@ -1,23 +1,26 @@
 """Where a TPU's buffers are from kernel to kernel, and how long XLA takes kernels to need."""
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
 
 from remat_opt.compilers import tpu
-from remat_opt.compilers.model import compiled
+from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, bandwidth_of, with_seconds
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.ordering import order_of
-from remat_opt.program.inline import inline
+from remat_opt.program.inline import Program, inline
 from remat_opt.targets.compile import measure_flat
 from remat_opt.targets.devices import resolve_target
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
+Pair = tuple[jax.Array, jax.Array]
 CAPACITY = 1000  # bytes, which can be copied eight times in 8.9 ns
 
 
@@ -105,9 +108,12 @@ def test_reductions_of_one_array_are_one_kernel() -> None:
     assert seconds((100, 1, 1), of_argument, behind) == [101, 102]
 
 
-def graph_of(fun, *avals: jax.ShapeDtypeStruct) -> Graph:
-    program = inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
-    return compiled(program, RATES, platform="tpu")
+def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
+    return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
+    return compiled(program_of(fun, *avals), RATES, platform="tpu")
 
 
 @pytest.mark.parametrize("turns", [10, 1000])
@@ -151,24 +157,17 @@ def test_what_is_spread_is_a_kernel_of_its_own_and_what_is_strided_reads_a_buffe
 
 def test_what_an_associative_scan_keeps_is_foreseen() -> None:
     def states(decay: jax.Array, x: jax.Array) -> jax.Array:
-        def combine(left, right):
+        def combine(left: Pair, right: Pair) -> Pair:
             return left[0] * right[0], right[0] * left[1] + right[1]
 
         return lax.associative_scan(combine, (jnp.exp(decay), x), axis=1)[1]
 
     def loss(decay: jax.Array, x: jax.Array) -> jax.Array:
-        return jnp.sum(jnp.sin(states(decay, states(decay, x))))
+        return jnp.sum(jnp.sin(states(decay, jnp.sin(states(decay, x)))))
 
-    avals = [jax.ShapeDtypeStruct((4, 128, 4096), jnp.float32)] * 2
-    found = measure_flat(lambda *args: jax.grad(loss, (0, 1))(*args), avals, target="v5e").temp_bytes
-    foreseen = resolve_foreseen(jax.grad(loss, (0, 1)), avals)
-    assert foreseen == pytest.approx(found, rel=0.2)
-
-
-def resolve_foreseen(fun, avals) -> int:
-    from remat_opt.compilers.model import allocated_by
-
+    gradient = jax.grad(loss, (0, 1))
+    avals = [jax.ShapeDtypeStruct((4, 256, 8192), jnp.float32)] * 2
     target = resolve_target("v5e")
-    program = inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
-    graph = compiled(program, Rates(target.bandwidth, target.flops), platform="tpu")
-    return allocated_by(graph, "tpu")
+    graph = compiled(program_of(gradient, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
+    found = measure_flat(gradient, avals, target=target).temp_bytes
+    assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)

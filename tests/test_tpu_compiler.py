@@ -419,8 +419,8 @@ def test_a_product_over_a_batch_has_it_outside_of_its_tiles() -> None:
         features = jnp.tanh(x @ weights)
         return jnp.sum(jnp.tanh(jnp.einsum("bfe,bge->bfg", features, features)))
 
-    shapes = (32, 32), (6144, 17, 32)
+    shapes = (32, 32), (8192, 17, 32)
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     foreseen, found = foreseen_and_compiled(jax.grad(loss), *avals)
-    assert found > 6144 * 24 * 128 * 4  # of 17 × 32 numbers for each of 6144
-    assert foreseen == pytest.approx(found, rel=0.15)
+    assert found > 8192 * 24 * 128 * 4  # of 17 × 32 numbers for each of 8192
+    assert foreseen == pytest.approx(found, rel=0.2)

@@ -3,10 +3,10 @@
 1. Arrays are stored in tiles (`graph/tiles.py`).
 2. The matrix units multiply bfloat16. A float32 value that only products read is stored as bfloat16
    (`tpu_precision.py`), and elementwise work on a product's result is done before that is stored (`tpu_fusion.py`).
-3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers, those first from which
-   kernels gain most (XLA's `memory_space_assignment`), each in one gap for all of its life, but for those that nobody
-   reads for long. What is there is no temporary memory of the device. What is not, arguments too, takes room there
-   while kernels read it.
+3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers from one kernel that needs
+   them to the next, those first from which kernels gain most (XLA's `memory_space_assignment`: `tpu_chip.py`, by the
+   times of `tpu_clock.py`). What is there is no temporary memory of the device. What is not, arguments too, is fetched
+   and takes room there while kernels read it.
 4. Each instruction with several results has a table of their addresses in the device's memory, and so has each copy to
    or from the chip; a large buffer is fetched in slices with tables of their own. What takes a donated argument's place
    is made on the chip, as the argument was copied there, and copied to its place.
@@ -24,7 +24,7 @@ import numpy as np
 
 from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
-from remat_opt.compilers.tpu_clock import Clock, bandwidth_of, read_by
+from remat_opt.compilers.tpu_clock import Clock
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
@@ -58,10 +58,11 @@ def on_chip(
     capacity: int = ON_CHIP,
     chip: Chip = Chip.WHATEVER_FITS,
 ) -> Graph:
-    """The graph without the buffers that are on the chip for all of their lives, and with the tables.
+    """The graph without the buffers that are on the chip for all of their lives, with the others as long as they lie in
+    the device's memory, and with the tables.
 
     Args:
-        graph: kernels in the order in which they run.
+        graph: kernels in the order in which they run, with the time of each (`tpu_clock.with_seconds`).
         accumulated: results of reductions that are summed up from tile to tile.
         rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.

@@ -86,8 +86,10 @@ class ChipMemory:
         first = max(there_from, clock.last_before(read, clock.patience) + 1)
         last = min(clock.last_before(read, needed), read - 1)
         preferred = min(max(clock.last_before(read, PREFERRED_TIMES * needed), first), last)
-        beginnings = sorted(range(max(first, preferred - MOST_BEGINNINGS), min(last, preferred + MOST_BEGINNINGS) + 1),
-                            key=lambda begin: abs(begin - preferred))
+        beginnings = sorted(
+            range(max(first, preferred - MOST_BEGINNINGS), min(last, preferred + MOST_BEGINNINGS) + 1),
+            key=lambda begin: abs(begin - preferred),
+        )
         for begin in beginnings:
             if self.idle[begin:read].sum() < needed:
                 continue

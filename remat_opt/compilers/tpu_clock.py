@@ -9,7 +9,6 @@ times, however often it does (`xla_tpu_memory_space_assignment_while_execution_c
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 import numpy as np
 
@@ -17,7 +16,6 @@ from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import OF_PIECES
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import Lives
 
 # XLA takes nine tenths of the device's bandwidth to be used, and a body to run so often.
 USED_BANDWIDTH = 0.9

@@ -24,7 +24,7 @@ class TpuReader(Reader):
     """Reads a program as a TPU's compiler does.
 
     Attributes:
-        seconds_of_body: the time that one run of a body takes, as XLA estimates it; of `Reader.peak_of_body`'s arguments.
+        seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
     """
 
     seconds_of_body: Callable[..., float]

@@ -21,7 +21,6 @@ from remat_opt.graph.fusion import held_by
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 
-
 LOOPS = frozenset({"scan", "while"})
 NUMBERS = 4096  # bytes: one tile
 
