@@ -248,7 +248,7 @@ class Reader:
             of_buffers = equation.primitive is P.pad_p or is_strided(equation)
             op = dataclasses.replace(op, kind=kind, of_views=True, of_buffers=of_buffers)
         elif platform == "tpu" and not self.is_scattered_into_zeros(equation):
-            op = dataclasses.replace(op, seconds=op.seconds + seconds_by_index(equation, program))
+            op = dataclasses.replace(op, seconds=seconds_by_index(equation, program) or op.seconds)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
 
     def joined(self, equation: Equation, op: Op) -> Op:
