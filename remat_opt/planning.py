@@ -90,7 +90,7 @@ def least_memory(decider: Decider) -> Decision:
 
 
 def least_foreseen(decider: Decider, found: Found) -> Found:
-    """The schedule of the fewest FLOPs of those for which the compiler is foreseen to need about the least: the one that
+    """The schedule of the fewest FLOPs of those for which the compiler is foreseen to need about the least: that which
     was found, and others of `auto` with no more FLOPs and peaks not far above."""
     if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
         return found

@@ -154,14 +154,13 @@ def test_a_buffer_lies_in_one_gap_on_the_chip() -> None:
     makes = (Op((), (0,)), Op((0,), (1,)), *[Op((0,), ())] * 3, Op((), (2,)))
     reads = (Op((1,), ()), Op((1,), ()), Op((2,), (3,)))
     graph = Graph((10, 10, 20, 0), running(*makes, *reads), outputs=(3,), fused=True)
-    copied_out = tpu.TABLE
-    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(2e7), capacity=30)) == 20 + copied_out
+    assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(2e7), capacity=30)) == 20
     assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(2e7), capacity=40)) == 0
 
 
 @pytest.mark.parametrize(
     ("between", "tables"),
-    [(1, 0), (3, 1 + tpu.TABLES_OF_SLICES)],  # it stays on the chip; it is copied out and fetched again
+    [(1, 0), (3, tpu.TABLES_OF_SLICES)],  # it stays on the chip; it is made outside and fetched
 )
 def test_a_large_buffer_is_fetched_in_slices_and_stays_for_the_next_reader(between: int, tables: int) -> None:
     ops = running(Op((), (0,)), Op((), (1,)), *[Op((1,), ())] * 3, Op((), ()), Op((0,), ()), Op((0,), (2,)))
@@ -188,12 +187,15 @@ def test_a_copy_takes_its_time_and_room_for_it(bandwidth: float, fetched: int) -
     assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(bandwidth), capacity=4 * MIB)) == tables * tpu.TABLE
 
 
-@pytest.mark.parametrize(("seconds", "waiting"), [(6.9e-6, 0), (7.1e-6, 1)])
-def test_what_nobody_reads_for_long_is_sent_away(seconds: float, waiting: int) -> None:
-    # All of a chip of 1 MB can be copied seven times in 7 µs.
-    ops = (Op((), (0,), seconds=1.0), Op((), (), seconds=seconds), Op((0,), (1,), seconds=1.0))
+@pytest.mark.parametrize(("seconds", "waiting"), [(8.8e-6, 0), (9e-6, 1)])
+@pytest.mark.parametrize("is_read_before", [False, True])
+def test_what_nobody_reads_for_long_is_sent_away(seconds: float, waiting: int, is_read_before: bool) -> None:
+    # All of a chip of 1 MB can be copied eight times in 8.9 µs.
+    reads = [Op((0,), (), seconds=1.0)] * is_read_before
+    waits = [Op((), (), seconds=seconds / 2)] * 2
+    ops = (Op((), (0,), seconds=1.0), *reads, *waits, Op((0,), (1,), seconds=1.0))
     graph = Graph((10, 0), ops, outputs=(1,), fused=True)
-    tables = 2 * waiting  # it is copied out and fetched
+    tables = waiting * (1 + is_read_before)  # it is fetched, and if it was on the chip before that it is copied out
     assert peak_of(tpu.on_chip(graph, rates=of_bandwidth(1e12), capacity=10**6)) == waiting * 10 + tables * tpu.TABLE
 
 
@@ -421,4 +423,4 @@ def test_a_product_over_a_batch_has_it_outside_of_its_tiles() -> None:
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     foreseen, found = foreseen_and_compiled(jax.grad(loss), *avals)
     assert found > 8192 * 24 * 128 * 4  # of 17 × 32 numbers for each of 8192
-    assert foreseen == pytest.approx(found, rel=0.15)
+    assert foreseen == pytest.approx(found, rel=0.2)

@@ -54,6 +54,16 @@ def multiplies_only(equation: Equation, value: int) -> bool:
     return slices.isdisjoint(atom for atom in body.outvars if not isinstance(atom, compat.Literal))
 
 
+def is_strided(equation: Equation) -> bool:
+    """Whether an equation takes elements that do not lie beside each other."""
+    return equation.primitive is P.slice_p and any(step != 1 for step in equation.params["strides"] or ())
+
+
+def is_spread(equation: Equation) -> bool:
+    """Whether an equation puts something between elements."""
+    return equation.primitive is P.pad_p and any(between for _, _, between in equation.params["padding_config"])
+
+
 def is_matrix_transpose(equation: Equation) -> bool:
     """Whether an equation transposes a matrix."""
     return equation.primitive is P.transpose_p and len(equation.params["permutation"]) == 2

@@ -18,6 +18,7 @@ from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
+from remat_opt.compilers.tpu_clock import with_seconds
 from remat_opt.compilers.tpu_fusion import with_pads_in_readers, with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph import ordering
@@ -55,21 +56,31 @@ def compiled(
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
-    def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
-        body = inline(jaxpr, with_barriers=True, keep_names=False)
-        reused = reused_by_results(primitive, params, len(body.inputs))
-        loop = compat.scan_counts(params) if primitive is P.scan_p else None
-        graph = compiled(body, rates, reused, platform=platform, saving_memory=saving_memory, chip=chip, loop=loop)
-        if platform in GPUS:
-            bodies[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
-        return peak_of(graph)
+    bodies: dict[int, Graph] = {}
+    buffers: dict[int, tuple[tuple[int, int, int], ...]] = {}  # of bodies on a GPU
 
-    bodies: dict[int, tuple[tuple[int, int, int], ...]] = {}
+    def body_of(primitive: Any, params: dict[str, Any], jaxpr: Any) -> Graph:
+        if id(jaxpr) not in bodies:
+            body = inline(jaxpr, with_barriers=True, keep_names=False)
+            reused = reused_by_results(primitive, params, len(body.inputs))
+            counts = compat.scan_counts(params) if primitive is P.scan_p else None
+            options = {"platform": platform, "saving_memory": saving_memory, "chip": chip, "loop": counts}
+            graph = bodies[id(jaxpr)] = compiled(body, rates, reused, **options)
+            if platform in GPUS:
+                buffers[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
+        return bodies[id(jaxpr)]
+
+    def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
+        return peak_of(body_of(primitive, params, jaxpr))
+
     program = by_slices(by_comparison(program) if platform == "tpu" else program)
     if platform in GPUS:
-        reader = GpuReader(program, rates, platform, peak_of_body, loop, bodies)
+        reader = GpuReader(program, rates, platform, peak_of_body, loop, buffers)
+    elif platform == "tpu":
+        reader = TpuReader(program, rates, platform, peak_of_body)
+        reader.seconds_of_body = lambda *body: body_of(*body).seconds
     else:
-        reader = (TpuReader if platform == "tpu" else Reader)(program, rates, platform, peak_of_body)
+        reader = Reader(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
@@ -89,10 +100,9 @@ def compiled(
     ordered = ordering.in_order(graph, ordering.order_of(graph, platform, saving_memory))
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
-    graph = sharing_places(ordered, platform)
     if isinstance(reader, TpuReader):
-        return tpu.on_chip(graph, reader.accumulated(), rates=rates, chip=chip)
-    return graph
+        ordered = tpu.on_chip(with_seconds(ordered, rates), reader.accumulated(), rates=rates, chip=chip)
+    return sharing_places(ordered, platform)
 
 
 def reused_by_results(primitive: Any, params: dict[str, Any], inputs: int) -> tuple[bool, ...]:

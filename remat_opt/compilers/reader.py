@@ -15,6 +15,8 @@ from remat_opt.compilers.equations import (
     is_dear,
     is_half,
     is_matrix_transpose,
+    is_spread,
+    is_strided,
     product_copies,
     product_orders,
 )
@@ -242,9 +244,11 @@ class Reader:
         elif platform == "tpu" and equation.primitive is P.concatenate_p:
             op = self.joined(equation, op)
         elif platform == "tpu" and equation.primitive in CUTTING:
-            op = dataclasses.replace(op, of_views=True, of_buffers=equation.primitive is P.pad_p)
+            kind = Kind.OPAQUE if is_spread(equation) else op.kind
+            of_buffers = equation.primitive is P.pad_p or is_strided(equation)
+            op = dataclasses.replace(op, kind=kind, of_views=True, of_buffers=of_buffers)
         elif platform == "tpu" and not self.is_scattered_into_zeros(equation):
-            op = dataclasses.replace(op, seconds=op.seconds + seconds_by_index(equation, program))
+            op = dataclasses.replace(op, seconds=seconds_by_index(equation, program) or op.seconds)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
 
     def joined(self, equation: Equation, op: Op) -> Op:

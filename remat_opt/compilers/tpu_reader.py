@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.reader import Reader
+from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import with_copies
 from remat_opt.graph.graph import Graph, Op
@@ -20,7 +21,13 @@ from remat_opt.program.primitives import REDUCTION
 
 
 class TpuReader(Reader):
-    """Reads a program as a TPU's compiler does."""
+    """Reads a program as a TPU's compiler does.
+
+    Attributes:
+        seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
+    """
+
+    seconds_of_body: Callable[..., float]
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:
@@ -29,10 +36,19 @@ class TpuReader(Reader):
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)
+        if equation.primitive in (P.scan_p, P.cond_p):
+            (op,) = ops
+            return [dataclasses.replace(op, seconds=self.seconds_of_bodies(equation))]
         if equation.primitive is not P.dot_general_p:
             return ops
         (op,) = ops
         return with_copies(self, equation, op)
+
+    def seconds_of_bodies(self, equation: Equation) -> float:
+        """Seconds that XLA takes a loop or the branches of a condition to need."""
+        bodies = compat.jaxprs_in(equation.params)
+        once = sum(self.seconds_of_body(equation.primitive, equation.params, jaxpr) for jaxpr in bodies)
+        return once * (RUNS_OF_A_BODY if equation.primitive is P.scan_p else 1)
 
     def accumulated(self) -> frozenset[int]:
         """Results of reductions over other dimensions than the last alone, which lies in a tile's lanes."""

@@ -4,7 +4,8 @@ A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's CPU c
 can run side by side, `breadth_first`, and `depth_first` where it is asked to save memory; its GPU compiler `greedy` or
 `depth_first`, whichever peaks lower. Their rules are those of XLA's `hlo_memory_scheduler.cc`; which is taken is what
 compiled steps show. (A third order, by operands alone, the GPU's compiler tries, too; in which order a kernel reads is
-not known here.) A TPU's compiler keeps the program's order, with updates as early as they can be. Sizes are those of
+not known here.) A TPU's compiler keeps the program's order, with updates as early as
+they can be, and loops that make only returned numbers last. Sizes are those of
 the graph, so that an order is only as true as they are.
 """
 
@@ -20,6 +21,9 @@ from remat_opt.graph.fusion import held_by
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 
+LOOPS = frozenset({"scan", "while"})
+NUMBERS = 4096  # bytes: one tile
+
 
 def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
     """The order in which a platform's compiler runs a step's kernels."""
@@ -27,12 +31,30 @@ def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...
         return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform in ("cuda", "rocm"):
         return min((greedy(graph), depth_first(graph)), key=lambda order: peak_of(in_order(graph, order)))
-    return early_order(graph)
+    return _numbers_last(graph, early_order(graph))
 
 
 def in_order(graph: Graph, order: Sequence[int]) -> Graph:
     """The graph with its ops in another order."""
     return dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+
+
+def _numbers_last(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
+    """An order in which loops run last that make nothing but numbers that the step returns, as that of a loss whose
+    gradient another loop makes."""
+    only_returned = [False] * len(graph.ops)
+    for index in range(len(graph.ops) - 1, -1, -1):
+        op = graph.ops[index]
+        if op.outputs and op.kind is not Kind.BARRIER:
+            are_numbers = all(graph.sizes[value] <= NUMBERS for value in op.outputs)
+            users = {user for value in op.outputs for user in graph.users[value]}
+            only_returned[index] = are_numbers and all(only_returned[user] for user in users)
+    late: set[int] = set()
+    for index in order:
+        op = graph.ops[index]
+        if only_returned[index] and (op.name in LOOPS or any(graph.producer[value] in late for value in op.inputs)):
+            late.add(index)
+    return (*(index for index in order if index not in late), *(index for index in order if index in late))
 
 
 def behind_operands(ops: Sequence[Op], left_out: Iterable[int] = ()) -> list[int]:

@@ -1,0 +1,134 @@
+"""What lies on a TPU's chip, and when, as XLA's `memory_space_assignment` decides it.
+
+Buffers come one after the other, those first from which kernels gain most. Each goes from one kernel that needs it to
+the next: it stays on the chip for that where its place is free for so long and the next kernel comes soon. Else it is
+sent to the device's memory, once, and is fetched for the next kernel, into any gap on the chip, where another kernel
+leaves the time for the copy; a kernel that it is not fetched for reads it where it lies.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from remat_opt.compilers.tpu_clock import Clock
+
+# A copy is begun where twice the time is that it needs (`preferred_overlap_to_async_copy_ratio`), or else near that.
+PREFERRED_TIMES = 2
+MOST_BEGINNINGS = 16
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stay:
+    """Where a buffer is.
+
+    Attributes:
+        outside_until: the last kernel for which it lies in the device's memory; -1 where it never does.
+        leaves: whether it is made on the chip and copied to the device's memory.
+        fetched: how often it is copied to the chip.
+    """
+
+    outside_until: int
+    leaves: bool
+    fetched: int
+
+
+class ChipMemory:
+    """The places on a chip, and the time for copies."""
+
+    def __init__(self, capacity: int, clock: Clock):
+        """
+        Args:
+            capacity: in bytes.
+            clock: when the kernels run.
+        """
+        self.capacity = capacity
+        self.clock = clock
+        self.idle = np.diff(clock.begins)  # seconds of each kernel in which nothing is copied yet
+        self.count = 0
+        self.rows = np.zeros((64, 4), dtype=np.int64)  # first and last kernel, offset and bytes
+
+    def stay_of(self, size: int, made: int, reads: Sequence[int], *, is_argument: bool) -> Stay:
+        """Find a place for a buffer.
+
+        Args:
+            size: in bytes.
+            made: by which kernel.
+            reads: by which kernels, in their order, each once.
+            is_argument: it lies in the device's memory when the first kernel runs.
+        """
+        is_outside, leaves, fetched, until, there_from = is_argument, False, 0, -1, 0
+        offset, before = -1, made
+        for at, read in enumerate(reads):
+            comes_soon = self.clock.between(before, read) <= self.clock.patience
+            if offset < 0 and not is_outside and comes_soon:
+                offset = self.gap(size, made, reads[at:])
+                if self.takes(offset, size, made, read):
+                    before = read
+                    continue
+            elif offset >= 0 and comes_soon and self.takes(offset, size, before + 1, read):
+                before = read
+                continue
+            if not is_outside:
+                is_outside, leaves, there_from = True, offset >= 0, before + 1
+            until = read
+            offset = self.fetch(size, there_from, reads[at:])
+            fetched += offset >= 0
+            before = read
+        return Stay(until if is_outside or not reads else -1, leaves, fetched)
+
+    def fetch(self, size: int, there_from: int, reads: Sequence[int]) -> int:
+        """Copy a buffer to the chip for a kernel; its offset there, -1 where there is no time or no room."""
+        clock, read = self.clock, reads[0]
+        needed = size / clock.bandwidth
+        first = max(there_from, clock.last_before(read, clock.patience) + 1)
+        last = min(clock.last_before(read, needed), read - 1)
+        preferred = min(max(clock.last_before(read, PREFERRED_TIMES * needed), first), last)
+        beginnings = sorted(
+            range(max(first, preferred - MOST_BEGINNINGS), min(last, preferred + MOST_BEGINNINGS) + 1),
+            key=lambda begin: abs(begin - preferred),
+        )
+        for begin in beginnings:
+            if self.idle[begin:read].sum() < needed:
+                continue
+            offset = self.gap(size, begin, reads)
+            if self.takes(offset, size, begin, read):
+                idle = self.idle[begin:read]
+                used = np.minimum(np.cumsum(idle), needed)
+                self.idle[begin:read] -= np.diff(used, prepend=0.0)
+                return offset
+        return -1
+
+    def gap(self, size: int, first: int, reads: Sequence[int]) -> int:
+        """The offset of the smallest gap from a kernel to the last of those that come soon after each other, or to one
+        before it; -1 for none."""
+        soon = 1
+        while soon < len(reads) and self.clock.between(reads[soon - 1], reads[soon]) <= self.clock.patience:
+            soon += 1
+        for last in reversed(reads[:soon]):
+            beside = self.beside(first, last)
+            beside = beside[np.argsort(beside[:, 2], kind="stable")]
+            ends = np.maximum.accumulate(np.concatenate([[0], beside[:, 2] + beside[:, 3]]))
+            gaps = np.concatenate([beside[:, 2], [self.capacity]]) - ends
+            fitting = np.flatnonzero(gaps >= size)
+            if len(fitting):
+                return int(ends[fitting[gaps[fitting].argmin()]])
+        return -1
+
+    def takes(self, offset: int, size: int, first: int, last: int) -> bool:
+        """Whether a place is free from one kernel to another; it is taken then."""
+        beside = self.beside(first, last)
+        if offset < 0 or ((beside[:, 2] < offset + size) & (offset < beside[:, 2] + beside[:, 3])).any():
+            return False
+        if self.count == len(self.rows):
+            self.rows = np.concatenate([self.rows, np.zeros_like(self.rows)])
+        self.rows[self.count] = first, last, offset, size
+        self.count += 1
+        return True
+
+    def beside(self, first: int, last: int) -> np.ndarray:
+        """What is there at any time from one kernel to another."""
+        rows = self.rows[: self.count]
+        return rows[(rows[:, 0] <= last) & (first <= rows[:, 1])]

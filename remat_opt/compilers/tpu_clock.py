@@ -1,0 +1,109 @@
+"""How long a TPU's kernels take by XLA's estimates, by which it decides what waits on the chip (`tpu_chip.py`).
+
+They are those of the pass that does it (`memory_space_assignment/cost_analysis.cc`): a kernel takes as long as its
+arithmetic or, where that is longer, as all that it reads and writes takes to come from the device's memory, as if
+nothing was on the chip. A slice, a pad and a copy are kernels like others, and a loop's body counts as if it ran five
+times, however often it does (`xla_tpu_memory_space_assignment_while_execution_count`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from remat_opt.compilers.packing import OF_BODIES
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.fusion import OF_PIECES
+from remat_opt.graph.graph import Graph, Kind, Op
+
+# XLA takes nine tenths of the device's bandwidth to be used, and a body to run so often.
+USED_BANDWIDTH = 0.9
+RUNS_OF_A_BODY = 5
+# What waits for longer than all that is on the chip could be copied so many times is sent away (XLA's
+# `max_overlap_to_mem_size_async_copy_ratio`).
+COPIES_UNREAD = 8
+BY_INDEX = frozenset({"gather", "dynamic_slice"})
+
+
+def with_seconds(graph: Graph, rates: Rates) -> Graph:
+    """A graph of kernels with the time that XLA takes each to need.
+
+    Args:
+        graph: kernels with sizes as they are stored; what they take beside their traffic is there as `seconds`.
+        rates: FLOP/s and bytes/s of the target.
+    """
+    ops = [dataclasses.replace(op, seconds=_seconds(graph, at, rates)) for at, op in enumerate(graph.ops)]
+    return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def _seconds(graph: Graph, at: int, rates: Rates) -> float:
+    op = graph.ops[at]
+    if op.kind is Kind.BARRIER:
+        return 0.0
+    if op.name in OF_BODIES:
+        return op.seconds
+    moved = read_by(graph, op) + sum(graph.sizes[value] for value in op.outputs)
+    if op.kind is Kind.REDUCTION:
+        moved -= _read_beside(graph, at)
+    traffic = moved / bandwidth_of(rates)
+    if op.kind is Kind.PRODUCT:
+        return max(traffic, op.flops / rates.matrix_rate("float32"))
+    return max(traffic, op.seconds) if op.kind is Kind.OPAQUE else traffic
+
+
+def _read_beside(graph: Graph, at: int) -> int:
+    """Bytes that a reduction need not read, as it is done in the kernel that makes them, or in one with another
+    reduction that reads them: where all else that it needs is there before that kernel."""
+    op, most = graph.ops[at], 0
+    makers = {graph.producer[value] for value in op.inputs}
+    there_from = max(makers, default=-1)
+    siblings = {
+        user
+        for value in op.inputs
+        for user in graph.users[value]
+        if there_from <= user < at and graph.ops[user].kind is Kind.REDUCTION
+    }
+    for host in siblings | ({there_from} if there_from >= 0 else set()):
+        kernel = graph.ops[host]
+        is_finished_first = kernel.kind is Kind.REDUCTION and not set(kernel.outputs).isdisjoint(op.inputs)
+        if kernel.kind not in (Kind.BARRIER, Kind.OPAQUE) and not is_finished_first:
+            known = {*kernel.outputs, *kernel.inputs}
+            most = max(most, sum(graph.sizes[value] for value in op.inputs if value in known))
+    return most
+
+
+def read_by(graph: Graph, op: Op) -> int:
+    """Bytes that a kernel reads: of what it takes a part of as many as it writes."""
+    written = sum(graph.sizes[value] for value in op.outputs)
+    takes_parts = op.kind is Kind.ELEMENTWISE and op.name not in OF_PIECES
+    parts = op.inputs if op.name in BY_INDEX else op.moved_of if takes_parts else ()
+    return sum(min(graph.sizes[value], written) if value in parts else graph.sizes[value] for value in op.inputs)
+
+
+def bandwidth_of(rates: Rates) -> float:
+    """Bytes/s between the device's memory and the chip."""
+    return USED_BANDWIDTH * rates.bandwidth
+
+
+class Clock:
+    """When kernels run."""
+
+    def __init__(self, graph: Graph, capacity: int, rates: Rates):
+        """
+        Args:
+            graph: kernels in the order in which they run.
+            capacity: bytes on the chip.
+            rates: of the target.
+        """
+        self.bandwidth = bandwidth_of(rates)
+        self.patience = COPIES_UNREAD * capacity / self.bandwidth  # seconds
+        self.begins = np.cumsum([0.0, *(op.seconds for op in graph.ops), 0.0])
+
+    def between(self, one: int, other: int) -> float:
+        """Seconds from the end of one kernel to the beginning of another."""
+        return float(self.begins[other] - self.begins[min(one + 1, other)])
+
+    def last_before(self, kernel: int, seconds: float) -> int:
+        """The last kernel that begins at least some seconds before another one; -1 where none does."""
+        return int(np.searchsorted(self.begins, self.begins[kernel] - seconds, side="right")) - 1

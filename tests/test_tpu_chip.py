@@ -1,0 +1,173 @@
+"""Where a TPU's buffers are from kernel to kernel, and how long XLA takes kernels to need."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers import tpu
+from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.tpu_chip import ChipMemory, Stay
+from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, bandwidth_of, with_seconds
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.liveness import peak_of
+from remat_opt.graph.ordering import order_of
+from remat_opt.program.inline import Program, inline
+from remat_opt.targets.compile import measure_flat
+from remat_opt.targets.devices import resolve_target
+
+RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
+Pair = tuple[jax.Array, jax.Array]
+CAPACITY = 1000  # bytes, which can be copied eight times in 8.9 ns
+
+
+def memory(*nanoseconds: float) -> ChipMemory:
+    """A chip while kernels run that take so long."""
+    graph = Graph((), tuple(Op((), (), seconds=1e-9 * time) for time in nanoseconds), fused=True)
+    return ChipMemory(CAPACITY, Clock(graph, CAPACITY, RATES))
+
+
+def test_a_buffer_stays_while_the_next_reader_comes_soon() -> None:
+    chip = memory(1, 8, 8, 8)
+    assert chip.stay_of(100, 0, [2, 3], is_argument=False) == Stay(-1, leaves=False, fetched=0)
+
+
+def test_a_buffer_is_in_the_devices_memory_until_it_is_fetched_for_the_last_time() -> None:
+    chip = memory(1, 1, 5, 5, 1, 1, 1)  # too long between the second and the fifth
+    assert chip.stay_of(100, 0, [1, 4, 6], is_argument=False) == Stay(4, leaves=True, fetched=1)
+
+
+def test_what_is_read_late_for_the_first_time_is_made_outside() -> None:
+    assert memory(1, 5, 5, 1).stay_of(100, 0, [3], is_argument=False) == Stay(3, leaves=False, fetched=1)
+
+
+def test_what_finds_no_place_later_is_sent_away_and_comes_back_elsewhere() -> None:
+    chip = memory(*[1.0] * 8)
+    assert chip.takes(0, 500, 3, 4)
+    assert chip.stay_of(600, 0, [1, 6], is_argument=False) == Stay(6, leaves=True, fetched=1)
+    chip = memory(*[1.0] * 8)
+    assert chip.takes(0, 500, 3, 7)  # until too late
+    assert chip.stay_of(600, 0, [1, 6], is_argument=False) == Stay(6, leaves=True, fetched=0)
+
+
+def test_copies_share_the_time_of_kernels() -> None:
+    chip = memory(1, 1, 1, 1)  # of three of them 2.7 kB can be copied
+    assert [chip.stay_of(400, 0, [3], is_argument=True).fetched for _ in range(7)] == [1, 1, 0, 0, 0, 0, 0]  # no room
+    chip = memory(1, 0.5, 0.1, 1)
+    assert [chip.stay_of(400, 0, [2], is_argument=True).fetched for _ in range(3)] == [1, 1, 0]  # no time
+
+
+def test_arguments_are_fetched_once_for_readers_that_come_soon() -> None:
+    assert memory(1, 1, 1, 1).stay_of(100, 0, [1, 3], is_argument=True) == Stay(1, leaves=False, fetched=1)
+    assert memory(1, 1, 5, 5, 1).stay_of(100, 0, [1, 4], is_argument=True) == Stay(4, leaves=False, fetched=2)
+
+
+def test_a_barrier_is_no_reader() -> None:
+    def graph(between: Kind) -> Graph:
+        waits = Op((), (), seconds=5e-9)
+        ops = (Op((), (0,)), waits, Op((0,), (), kind=between), waits, Op((0,), (1,)))
+        return Graph((10, 0), ops, outputs=(1,), fused=True)
+
+    assert peak_of(tpu.on_chip(graph(Kind.OPAQUE), rates=RATES, capacity=CAPACITY)) == 0
+    assert peak_of(tpu.on_chip(graph(Kind.BARRIER), rates=RATES, capacity=CAPACITY)) == 10 + tpu.TABLE
+
+
+def seconds(sizes: tuple[int, ...], *ops: Op) -> list[float]:
+    """In units of the time that a byte takes."""
+    graph = with_seconds(Graph(sizes, ops, inputs=(0,), fused=True), RATES)
+    return [round(op.seconds * bandwidth_of(RATES), 3) for op in graph.ops]
+
+
+def test_kernels_take_the_time_of_what_they_move_or_compute() -> None:
+    copy = Op((0,), (1,), Kind.ELEMENTWISE, name="pad")
+    product = Op((1,), (2,), Kind.PRODUCT, flops=1e6)
+    assert seconds((100, 200, 50), copy, product) == [300, 1e6 / 1e14 * bandwidth_of(RATES)]
+    assert seconds((100, 200, 50), copy, Op((1,), (2,), Kind.PRODUCT)) == [300, 250]
+
+
+def test_of_what_is_cut_a_part_is_read() -> None:
+    assert seconds((1000, 10), Op((0,), (1,), Kind.ELEMENTWISE, moved_of=(0,))) == [20]
+
+
+@pytest.mark.parametrize("reads_other", [False, True])
+def test_a_reduction_takes_no_time_beside_another_kernel(reads_other: bool) -> None:
+    # It is done as its operand is made, unless it needs something that comes later.
+    makes = Op((0,), (1,), Kind.PRODUCT)
+    other = Op((0,), (2,), Kind.PRODUCT)
+    reduction = Op((1, 2) if reads_other else (1,), (3,), Kind.REDUCTION)
+    assert seconds((100, 100, 50, 1), makes, other, reduction)[2] == (101 if reads_other else 1)
+
+
+def test_reductions_of_one_array_are_one_kernel() -> None:
+    of_argument, also = Op((0,), (1,), Kind.REDUCTION), Op((0,), (2,), Kind.REDUCTION)
+    assert seconds((100, 1, 1), of_argument, also) == [101, 1]
+    behind = Op((0, 1), (2,), Kind.REDUCTION)
+    assert seconds((100, 1, 1), of_argument, behind) == [101, 102]
+
+
+def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
+    return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
+    return compiled(program_of(fun, *avals), RATES, platform="tpu")
+
+
+@pytest.mark.parametrize("turns", [10, 1000])
+def test_a_loop_takes_the_time_of_five_turns(turns: int) -> None:
+    def turn(x: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return lax.cumsum(x), None
+
+    x = jax.ShapeDtypeStruct((1024, 1024), jnp.float32)
+    (once,) = (op for op in graph_of(lax.cumsum, x).ops if op.name == "cumsum")
+    (loop,) = (op for op in graph_of(lambda x: lax.scan(turn, x, None, turns), x).ops if op.name == "scan")
+    assert loop.seconds == pytest.approx(RUNS_OF_A_BODY * once.seconds)
+
+
+def test_loops_that_make_returned_numbers_run_last() -> None:
+    def order(size: int, is_read: bool) -> tuple[int, ...]:
+        loop, other = Op((0,), (1,), name="scan"), Op((0, 1) if is_read else (0,), (2,))
+        graph = Graph((10, size, 10, 10), (loop, other, Op((1,), (3,), Kind.ELEMENTWISE)), (0,), (2, 3), fused=True)
+        return order_of(graph, "tpu", saving_memory=False)
+
+    assert order(512, is_read=False)[0] == 1
+    assert order(512, is_read=True)[0] == 0
+    assert order(8192, is_read=False)[0] == 0
+
+
+def interleaved(x: jax.Array) -> jax.Array:
+    """Two sums of neighbours, put between each other, as in an associative scan."""
+    first, second = jnp.exp(x[::2]), jnp.exp(x[1::2])
+    config = ((0, 1, 1), (0, 0, 0))
+    return lax.pad(first + second, 0.0, config) + lax.pad(first * second, 0.0, ((1, 0, 1), (0, 0, 0)))
+
+
+def test_what_is_spread_is_a_kernel_of_its_own_and_what_is_strided_reads_a_buffer() -> None:
+    def fun(x: jax.Array) -> jax.Array:
+        return interleaved(jnp.tanh(x)) @ jnp.ones((256, 4))
+
+    graph = graph_of(fun, jax.ShapeDtypeStruct((4096, 256), jnp.float32))
+    names = [op.name for op in graph.ops]
+    assert names.count("pad") == 2
+    assert "tanh" in names
+
+
+def test_what_an_associative_scan_keeps_is_foreseen() -> None:
+    def states(decay: jax.Array, x: jax.Array) -> jax.Array:
+        def combine(left: Pair, right: Pair) -> Pair:
+            return left[0] * right[0], right[0] * left[1] + right[1]
+
+        return lax.associative_scan(combine, (jnp.exp(decay), x), axis=1)[1]
+
+    def loss(decay: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(states(decay, jnp.sin(states(decay, x)))))
+
+    gradient = jax.grad(loss, (0, 1))
+    avals = [jax.ShapeDtypeStruct((4, 256, 8192), jnp.float32)] * 2
+    target = resolve_target("v5e")
+    graph = compiled(program_of(gradient, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
+    found = measure_flat(gradient, avals, target=target).temp_bytes
+    assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)
