@@ -4,7 +4,7 @@ convolution, images put together for who reads them whole, and shifted parts for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
@@ -39,19 +39,19 @@ class Cutting:
         if result in parts.late:
             return self.gradient(equation, ops)
         before: list[Op] = []
-        instead: dict[int, int] = {}
+        instead: dict[int, list[int]] = {}
         if result in parts.read:
             image, row = equation.inputs[0], parts.read[result]
             is_cut = isinstance(image, int) and image in parts.cut
             if isinstance(image, int) and (not is_cut or result in parts.resized or self.has_neighbours(image, row)):
-                instead[image] = self.cut_for(image, row, result in parts.resized, before)
+                instead[image] = [self.cut_for(image, row, result in parts.resized, before)]
         elif result in parts.done:
             if result in parts.resized:
                 for x in self.cut_operands(equation):
-                    instead[x] = self.cut_for(x, parts.cut[result], True, before)
+                    instead[x] = [self.cut_for(x, parts.cut[result], True, before)]
         else:
             for x in self.cut_operands(equation):
-                instead[x] = self.whole(x, equation, before)
+                instead[x] = [self.whole(x, equation, before)]
         return [*before, *(self.reading(op, instead) for op in ops)]
 
     def cut_operands(self, equation: Equation) -> list[int]:
@@ -60,10 +60,11 @@ class Cutting:
     def has_neighbours(self, image: int, row: Cut) -> bool:
         return row.width > self.parts.cut[image].width
 
-    def reading(self, op: Op, instead: dict[int, int]) -> Op:
+    def reading(self, op: Op, instead: Mapping[int, Sequence[int]]) -> Op:
         """An op that reads other buffers."""
-        buffers = {self.reader.buffer(x): other for x, other in instead.items()}
-        return dataclasses.replace(op, inputs=tuple(buffers.get(value, value) for value in op.inputs))
+        buffers = {self.reader.buffer(x): others for x, others in instead.items()}
+        inputs = (one for value in op.inputs for one in buffers.get(value, (value,)))
+        return dataclasses.replace(op, inputs=tuple(dict.fromkeys(inputs)))
 
     def add(self, before: list[Op], read: Sequence[int], sizes: Sequence[int], kind: Kind, name: str) -> list[int]:
         """An op that makes buffers of some sizes."""
@@ -136,8 +137,8 @@ class Cutting:
         spec = (numbers.lhs_spec, numbers.rhs_spec)[late]
         cut = Cut(spec[1], spec[0], spec[-1], width)  # which has batch and features the other way round
         other = self.late_parts(equation.inputs[late], cut, equation, before)
-        stacked = self.stacked(image, equation, other if late == 0 else None, cut, before)
-        instead = {image: stacked, gradient: gradient if late == 0 else other}
+        shifted = self.shifted(image, equation, other if late == 0 else None, cut, before)
+        instead = {image: shifted, gradient: [gradient if late == 0 else other]}
         return [*before, *(self.reading(op, instead) for op in ops)]
 
     def late_parts(self, x: int, cut: Cut, equation: Equation, before: list[Op]) -> int:
@@ -152,8 +153,8 @@ class Cutting:
             (self.reader.copies[key],) = self.add(before, [read], [size], kind, "parts")
         return self.reader.copies[key]
 
-    def stacked(self, image: int, equation: Equation, late: int | None, cut: Cut, before: list[Op]) -> int:
-        """An image's parts as they are and shifted, side by side."""
+    def shifted(self, image: int, equation: Equation, late: int | None, cut: Cut, before: list[Op]) -> list[int]:
+        """An image's parts as they are and shifted: as one buffer where they were made for a convolution, too."""
         shifts = self.shifts(equation)
         if late is None:
             cut = self.parts.cut[image]
@@ -162,8 +163,9 @@ class Cutting:
         else:
             own = given = late
         if shifts == 1:
-            return own
+            return [own]
         size = self.bytes_of_parts(image, cut, _MULTIPLIED)
         shifted = self.add(before, [given], [size] * (shifts - 1), Kind.REDUCTION, "shifted parts")
-        (made,) = self.add(before, [*shifted, own], [shifts * size], Kind.OPAQUE, "stacked parts")
-        return made
+        if late is not None:
+            return [*shifted, own]
+        return self.add(before, [*shifted, own], [shifts * size], Kind.OPAQUE, "stacked parts")

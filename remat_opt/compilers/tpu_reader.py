@@ -26,8 +26,13 @@ class TpuReader(Reader):
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:
-        """What is stored in two bytes."""
-        return stored_in_two_bytes(self.program)
+        """What is stored in two bytes. Of padded parts sums are made later, behind what masks the padding."""
+        found = stored_in_two_bytes(self.program)
+        return found.difference(value for value in found if value in self.parts.cut and self.is_summed_masked(value))
+
+    def is_summed_masked(self, value: int) -> bool:
+        is_summed = any(reader.primitive in REDUCTION for reader in self.readers.get(value, ()))
+        return is_summed and self.parts.cut[value].is_padded(self.program.avals[value].shape)
 
     @functools.cached_property
     def parts(self) -> Parts:
