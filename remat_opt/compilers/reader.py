@@ -89,8 +89,7 @@ class Reader:
             elif equation.primitive is compat.barrier_p:
                 self.barrier(equation)
             elif self.is_renamed(equation):
-                (given,) = (x for x in equation.inputs if isinstance(x, int))
-                self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
+                self.rename(equation)
             else:
                 ops = self.ops_at(index, equation)
                 self.ops += ops
@@ -212,6 +211,11 @@ class Reader:
         if equation.primitive not in RESHAPING or len(equation.inputs) != 1 or isinstance(equation.inputs[0], Constant):
             return False
         return self.program.avals[equation.inputs[0]].size == self.program.avals[equation.outputs[0]].size
+
+    def rename(self, equation: Equation) -> None:
+        """What has another shape is the buffer that it was."""
+        (given,) = (x for x in equation.inputs if isinstance(x, int))
+        self.same[equation.outputs[0]] = (self.buffer(given), *self.same.get(given, ())[1:])
 
     def barrier(self, equation: Equation) -> None:
         """A barrier's results are its operands' buffers; who reads them runs after it."""

@@ -10,10 +10,12 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
+from remat_opt.compilers.tpu_cutting import Cutting
+from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import with_copies
 from remat_opt.graph.graph import Graph, Op
-from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes
+from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, has_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Equation
@@ -31,8 +33,46 @@ class TpuReader(Reader):
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:
-        """What is stored in two bytes."""
-        return stored_in_two_bytes(self.program)
+        """What is stored in two bytes. Of padded parts sums are made later, behind what masks the padding."""
+        found = stored_in_two_bytes(self.program)
+        return found.difference(value for value in found if value in self.parts.cut and self.is_summed_masked(value))
+
+    def is_summed_masked(self, value: int) -> bool:
+        is_summed = any(reader.primitive in REDUCTION for reader in self.readers.get(value, ()))
+        return is_summed and self.parts.cut[value].is_padded(self.program.avals[value].shape)
+
+    @functools.cached_property
+    def parts(self) -> Parts:
+        """What is done on parts of images."""
+        return parts_of(self.program)
+
+    @functools.cached_property
+    def cutting(self) -> Cutting:
+        return Cutting(self)
+
+    def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
+        return self.cutting.with_copies(equation, super().ops_at(index, equation))
+
+    def rename(self, equation: Equation) -> None:
+        """What has another shape is an image that is put together."""
+        cut = self.cutting.cut_operands(equation)
+        if not cut:
+            super().rename(equation)
+            return
+        ops: list[Op] = []
+        self.same[equation.outputs[0]] = (self.cutting.whole(cut[0], None, ops),)
+        self.ops += ops
+        self.equations += [equation] * len(ops)
+
+    def barrier(self, equation: Equation) -> None:
+        """A barrier holds images, and no parts."""
+        ops: list[Op] = []
+        cut = self.cutting.cut_operands(equation)
+        whole = {x: self.cutting.whole(x, None, ops) for x in cut if x not in self.constants}
+        self.ops += ops
+        self.equations += [equation] * len(ops)
+        inputs = tuple(whole.get(x, x) if isinstance(x, int) else x for x in equation.inputs)
+        super().barrier(dataclasses.replace(equation, inputs=inputs))
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)
@@ -75,6 +115,11 @@ class TpuReader(Reader):
             if not sizes[value]:
                 continue
             item = 2 if value in rounded else compat.item_bytes(aval.dtype)
+            if value in self.parts.cut:
+                cut = self.parts.cut[value]
+                shape = cut.shape_of(aval.shape)
+                sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
+                continue
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
         return dataclasses.replace(graph, sizes=tuple(sizes))
 

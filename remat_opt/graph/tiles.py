@@ -2,9 +2,8 @@
 
 Arrays are stored in tiles of 128 lanes by 8 sublanes, however many bytes an element has (`bf16[17,32]` with the layout
 `T(8,128)(2,1)` takes 24 × 128 × 2); the two dimensions that lie in them are padded to multiples. The compiler chooses
-the dimensions: of an image's array batch and features, of any other those that pad least. A batch that fills no tile it
-makes eight times as large: eight parts of a row of each image are images of their own, side by side in the batch, with
-a column of their neighbours' (`space_to_batch_converter.cc`).
+the dimensions: of an image's array batch and features, of any other those that pad least. (A batch that fills no tile
+lies as any other array, or in parts: `compilers/tpu_parts.py`.)
 """
 
 from __future__ import annotations
@@ -14,7 +13,6 @@ import math
 from collections.abc import Sequence
 
 _LANES, _SUBLANES = 128, 8
-_PARTS = 8  # of a row
 
 
 def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, with_batch_in_lanes: bool = False) -> int:
@@ -33,8 +31,7 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
         return item * -(-count // _LANES) * _LANES
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
-    if is_image and last > 1:
-        shape = _with_space_in_batch(shape)
+    if is_image and last > 1 and shape[0] >= _SUBLANES:
         pairs = [(0, last)] if with_batch_in_lanes else [(last, 0), (0, last)]
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
@@ -49,21 +46,27 @@ def elements_by_rows(shape: Sequence[int]) -> int:
 
 def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
     """Whether an image pads less with the batch in the lanes than with the features there; arguments as above."""
-    last, shape = len(shape) - 1, _with_space_in_batch(shape)
+    last = len(shape) - 1
     return _tiled_bytes(shape, item, 0, last) < _tiled_bytes(shape, item, last, 0)
 
 
-def _with_space_in_batch(shape: Sequence[int]) -> Sequence[int]:
-    batch, *space, row, features = shape
-    if batch >= _SUBLANES:
-        return shape
-    return (batch * _PARTS, *space, -(-(row + 1) // _PARTS), features)
+def bytes_with_features_or_batch_in_lanes(shape: Sequence[int], item: int, batch: int, features: int) -> int:
+    """Bytes of an image as convolutions have it, its batch and features in the tiles. Fewer than eight rows are not
+    filled up to eight, but to a power of two."""
+    return min(
+        _tiled_bytes(shape, item, features, batch, _few_sublanes(shape[batch])),
+        _tiled_bytes(shape, item, batch, features, _few_sublanes(shape[features])),
+    )
 
 
-def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int) -> int:
-    """With one dimension in the lanes and one in the sublanes."""
+def _few_sublanes(rows: int) -> int:
+    return min(_SUBLANES, 1 << (rows - 1).bit_length())
+
+
+def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int, rows: int = _SUBLANES) -> int:
+    """With one dimension in the lanes and one in the sublanes, of which a tile has some rows."""
     others = math.prod(shape) // (shape[lanes] * shape[sublanes])
-    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], _SUBLANES)
+    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], rows)
 
 
 def _up(size: int, multiple: int) -> int:

@@ -1,0 +1,171 @@
+"""What a TPU's compiler adds where images are in parts (`tpu_parts.py`): parts with their neighbours' columns for each
+convolution, images put together for who reads them whole, and shifted parts for the gradients of weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from jax.extend.core import primitives as P
+
+from remat_opt.compilers.tpu_parts import Cut
+from remat_opt.graph.graph import Kind, Op
+from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, padded_bytes
+from remat_opt.program import compat
+from remat_opt.program.inline import Equation
+from remat_opt.program.primitives import CONTRACTION
+
+if TYPE_CHECKING:
+    from remat_opt.compilers.tpu_reader import TpuReader
+
+_MULTIPLIED = 2  # bytes of a number that a product reads
+
+
+class Cutting:
+    """Ops on images in parts.
+
+    Parts that are made for a convolution are a buffer, with the elementwise work before them; an image that is put
+    together is a copy of a buffer.
+    """
+
+    def __init__(self, reader: TpuReader):
+        self.reader = reader
+        self.parts = reader.parts
+
+    def with_copies(self, equation: Equation, ops: Sequence[Op]) -> list[Op]:
+        """An equation's ops, with those before them that make what it reads."""
+        parts, result = self.parts, equation.outputs[0] if equation.outputs else None
+        if result in parts.late:
+            return self.gradient(equation, ops)
+        before: list[Op] = []
+        instead: dict[int, list[int]] = {}
+        if result in parts.read:
+            image, row = equation.inputs[0], parts.read[result]
+            is_cut = isinstance(image, int) and image in parts.cut
+            if isinstance(image, int) and (not is_cut or result in parts.resized or self.has_neighbours(image, row)):
+                instead[image] = [self.cut_for(image, row, result in parts.resized, before)]
+        elif result in parts.done:
+            if result in parts.resized:
+                for x in self.cut_operands(equation):
+                    instead[x] = [self.cut_for(x, parts.cut[result], True, before)]
+        else:
+            for x in self.cut_operands(equation):
+                instead[x] = [self.whole(x, equation, before)]
+        return [*before, *(self.reading(op, instead) for op in ops)]
+
+    def cut_operands(self, equation: Equation) -> list[int]:
+        return [x for x in dict.fromkeys(equation.inputs) if isinstance(x, int) and x in self.parts.cut]
+
+    def has_neighbours(self, image: int, row: Cut) -> bool:
+        return row.width > self.parts.cut[image].width
+
+    def reading(self, op: Op, instead: Mapping[int, Sequence[int]]) -> Op:
+        """An op that reads other buffers."""
+        buffers = {self.reader.buffer(x): others for x, others in instead.items()}
+        inputs = (one for value in op.inputs for one in buffers.get(value, (value,)))
+        return dataclasses.replace(op, inputs=tuple(dict.fromkeys(inputs)))
+
+    def add(self, before: list[Op], read: Sequence[int], sizes: Sequence[int], kind: Kind, name: str) -> list[int]:
+        """An op that makes buffers of some sizes."""
+        made = [self.reader.new(size) for size in sizes]
+        seconds = sum(sizes) / self.reader.rates.bandwidth
+        before.append(Op(self.reader.behind(read), tuple(made), kind=kind, seconds=seconds, name=name))
+        return made
+
+    def shape(self, x: int) -> tuple[int, ...]:
+        return tuple(self.reader.program.avals[x].shape)
+
+    def item(self, x: int) -> int:
+        """Bytes of a value's numbers."""
+        return 2 if x in self.reader.rounded else compat.item_bytes(self.reader.program.avals[x].dtype)
+
+    def bytes_of_parts(self, x: int, cut: Cut, item: int) -> int:
+        return bytes_with_features_or_batch_in_lanes(cut.shape_of(self.shape(x)), item, cut.batch, cut.features)
+
+    def whole(self, x: int, reader: Equation | None, before: list[Op]) -> int:
+        """An image that is put together of its parts."""
+        item = _MULTIPLIED if reader is not None and reader.primitive in CONTRACTION else self.item(x)
+        key = ("whole", x, item)
+        if key not in self.reader.copies:
+            size = padded_bytes(self.shape(x), item)
+            (self.reader.copies[key],) = self.add(before, [x], [size], Kind.OPAQUE, "copy")
+        return self.reader.copies[key]
+
+    def cut_for(self, image: int, row: Cut, is_resized: bool, before: list[Op]) -> int:
+        """Parts of an image for a convolution, or for a gradient of weights, too."""
+        key = ("parts", image, row)
+        if key in self.reader.copies:
+            return self.reader.copies[key]
+        read, kind = [image], Kind.REDUCTION
+        if is_resized:
+            (whole,) = self.add(before, [image], [padded_bytes(self.shape(image), _MULTIPLIED)], kind, "copy")
+            read, kind = [whole], Kind.OPAQUE
+        sizes = [self.bytes_of_parts(image, row, _MULTIPLIED)]
+        own = ("own parts", image)
+        if own not in self.reader.copies and self.is_shifted_for_weights(image):
+            sizes.append(self.bytes_of_parts(image, self.parts.cut[image], _MULTIPLIED))
+        made = self.add(before, read, sizes, kind, "parts")
+        self.reader.copies[key] = made[0]
+        if len(made) > 1:
+            self.reader.copies[own] = made[1]
+        return made[0]
+
+    def is_shifted_for_weights(self, image: int) -> bool:
+        """Whether a gradient of weights reads an image's parts as they are, and shifted."""
+        return image in self.parts.cut and any(
+            self.parts.late.get(user.outputs[0]) == 1 and user.inputs[0] == image and self.shifts(user) > 1
+            for user in self.reader.readers[image]
+            if user.primitive is P.conv_general_dilated_p
+        )
+
+    def shifts(self, equation: Equation) -> int:
+        """How often a gradient of weights reads its image, each time shifted by a column."""
+        return self.shape(equation.outputs[0])[equation.params["dimension_numbers"].out_spec[-1]]
+
+    def gradient(self, equation: Equation, ops: Sequence[Op]) -> list[Op]:
+        """A gradient of weights on parts of the image and of the result's gradient."""
+        before: list[Op] = []
+        late = self.parts.late[equation.outputs[0]]
+        image, gradient = equation.inputs
+        early = equation.inputs[1 - late]
+        if not isinstance(image, int) or not isinstance(gradient, int) or not isinstance(early, int):
+            return list(ops)
+        numbers, dilation = equation.params["dimension_numbers"], equation.params["rhs_dilation"][-1]
+        width = self.parts.cut[early].width
+        width = width * dilation if late == 0 else -(-width // dilation)
+        spec = (numbers.lhs_spec, numbers.rhs_spec)[late]
+        cut = Cut(spec[1], spec[0], spec[-1], width)  # which has batch and features the other way round
+        other = self.late_parts(equation.inputs[late], cut, equation, before)
+        shifted = self.shifted(image, equation, other if late == 0 else None, cut, before)
+        instead = {image: shifted, gradient: [gradient if late == 0 else other]}
+        return [*before, *(self.reading(op, instead) for op in ops)]
+
+    def late_parts(self, x: int, cut: Cut, equation: Equation, before: list[Op]) -> int:
+        """Parts of what is whole, or was put together for that."""
+        if self.parts.cut.get(x) == cut and not cut.is_padded(self.shape(x)):
+            return next((made for key, made in self.reader.copies.items() if key[:2] == ("parts", x)), x)
+        key = ("late parts", x, cut)
+        if key not in self.reader.copies:
+            read = self.whole(x, equation, before) if x in self.parts.cut else x
+            size = self.bytes_of_parts(x, cut, _MULTIPLIED)
+            kind = Kind.OPAQUE if x in self.parts.cut else Kind.REDUCTION
+            (self.reader.copies[key],) = self.add(before, [read], [size], kind, "parts")
+        return self.reader.copies[key]
+
+    def shifted(self, image: int, equation: Equation, late: int | None, cut: Cut, before: list[Op]) -> list[int]:
+        """An image's parts as they are and shifted: as one buffer where they were made for a convolution, too."""
+        shifts = self.shifts(equation)
+        if late is None:
+            cut = self.parts.cut[image]
+            own = self.reader.copies.get(("own parts", image), image)
+            given = next((made for key, made in self.reader.copies.items() if key[:2] == ("parts", image)), own)
+        else:
+            own = given = late
+        if shifts == 1:
+            return [own]
+        size = self.bytes_of_parts(image, cut, _MULTIPLIED)
+        shifted = self.add(before, [given], [size] * (shifts - 1), Kind.REDUCTION, "shifted parts")
+        if late is not None:
+            return [*shifted, own]
+        return self.add(before, [*shifted, own], [shifts * size], Kind.OPAQUE, "stacked parts")
