@@ -16,7 +16,7 @@ from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
-from remat_opt.graph.tiles import padded_bytes
+from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, padded_bytes
 from remat_opt.program.images import images_of
 from remat_opt.program.inline import Program, inline
 from remat_opt.targets.compile import measure_flat
@@ -41,9 +41,10 @@ def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
 def test_tiles_of_a_tpu() -> None:
     assert padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
     assert padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
-    # Rows of a small batch's images in eight parts, with a column of their neighbours', as in XLA's dumps.
-    assert padded_bytes((4, 256, 256, 64), 4, is_image=True) == 256 * (8 * 4) * 33 * 128 * 4
-    assert padded_bytes((4, 16, 56, 56, 16), 4, is_image=True) == 16 * 56 * 8 * 16 * 128 * 4
+    assert padded_bytes((4, 256, 256, 64), 4, is_image=True) == 4 * 256 * 256 * 64 * 4  # a small batch is in no tile
+    # Where it has to be in one, as in XLA's dumps: four rows, and of two bytes each no fewer than two.
+    assert bytes_with_features_or_batch_in_lanes((4, 256, 256, 64), 4, 0, 3) == 4 * 256 * 256 * 128 * 4
+    assert bytes_with_features_or_batch_in_lanes((1, 256, 256, 64), 2, 0, 3) == 2 * 256 * 256 * 128 * 2
     assert padded_bytes((16, 1000), 2) == 16 * 1024 * 2
     assert padded_bytes((17, 1000), 2) == 24 * 1024 * 2  # eight rows of any number
     assert padded_bytes((3,), 4) == 512

@@ -4,15 +4,17 @@ convolution, images put together for who reads them whole, and shifted parts for
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.tpu_parts import Cut
+from remat_opt.compilers.tpu_parts import MOST_IMAGES, Cut
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
+from remat_opt.program.images import POOLS, images_of
 from remat_opt.program.inline import Equation
 from remat_opt.program.primitives import CONTRACTION
 
@@ -47,12 +49,79 @@ class Cutting:
                 instead[image] = [self.cut_for(image, row, result in parts.resized, before)]
         elif result in parts.done:
             if result in parts.resized:
-                for x in self.cut_operands(equation):
-                    instead[x] = [self.cut_for(x, parts.cut[result], True, before)]
+                instead = self.resized(equation, before)
         else:
             for x in self.cut_operands(equation):
                 instead[x] = [self.whole(x, equation, before)]
+            if equation.primitive is P.select_and_scatter_add_p or self.is_gradient_of_weights(equation):
+                return self.in_tiles_of_images(equation, ops, instead, before)
         return [*before, *(self.reading(op, instead) for op in ops)]
+
+    def is_gradient_of_weights(self, equation: Equation) -> bool:
+        """Whether a convolution contracts the images of a batch."""
+        if equation.primitive is not P.conv_general_dilated_p:
+            return False
+        image, result = equation.inputs[0], equation.outputs[0]
+        return isinstance(image, int) and image in self.images and result not in self.images
+
+    @functools.cached_property
+    def images(self) -> frozenset[int]:
+        return images_of(self.reader.program)
+
+    def in_tiles_of_images(
+        self, equation: Equation, ops: Sequence[Op], instead: dict[int, list[int]], before: list[Op]
+    ) -> list[Op]:
+        """Ops that read whole images with batch and features in the tiles, and write them so: copies of a small batch,
+        which lies otherwise elsewhere."""
+        item = _MULTIPLIED if equation.primitive in CONTRACTION else 4
+        batch, features = 0, -1
+        if equation.primitive is P.conv_general_dilated_p:
+            batch, features = equation.params["dimension_numbers"].lhs_spec[1::-1]
+        for x in dict.fromkeys(x for x in equation.inputs if isinstance(x, int)):
+            size = self.larger_in_tiles(x, item, batch, features)
+            if size:
+                read = instead.get(x, [x])
+                instead[x] = self.add(before, read, [size], Kind.REDUCTION, "copy")
+        (result,) = equation.outputs
+        size = self.larger_in_tiles(result, item, batch, features)
+        if not size or equation.primitive is P.conv_general_dilated_p:
+            return [*before, *(self.reading(op, instead) for op in ops)]
+        (op,) = ops
+        padded = self.reader.new(size)
+        scattered = dataclasses.replace(self.reading(op, instead), outputs=(padded,))
+        return [*before, scattered, Op((padded,), (result,), seconds=op.seconds, name="copy")]
+
+    def larger_in_tiles(self, x: int, item: int, batch: int, features: int) -> int:
+        """Bytes of an image of a small batch with batch and features in the tiles; 0 where it lies so."""
+        shape = self.shape(x)
+        if len(shape) < 3 or shape[batch] > MOST_IMAGES:
+            return 0
+        size = bytes_with_features_or_batch_in_lanes(shape, item, batch, features % len(shape))
+        return size if size > padded_bytes(shape, item) else 0
+
+    def resized(self, equation: Equation, before: list[Op]) -> dict[int, list[int]]:
+        """Operands that are cut otherwise first: of elementwise work those in narrower parts, which are padded, and of
+        a pool the image, which is put together for that."""
+        parts, (result,) = self.parts, equation.outputs
+        if equation.primitive in POOLS:
+            (image,) = self.cut_operands(equation)
+            item = 2 if result in self.reader.rounded else self.item(image)
+            return {image: [self.cut_again(image, parts.cut[image], item, before)]}
+        row, instead = parts.cut[result], {}
+        for x in self.cut_operands(equation):
+            if parts.cut[x].width < row.width:
+                key = ("padded", x, row)
+                if key not in self.reader.copies:
+                    size = self.bytes_of_parts(x, row, self.item(x))
+                    (self.reader.copies[key],) = self.add(before, [x], [size], Kind.OPAQUE, "padded parts")
+                instead[x] = [self.reader.copies[key]]
+        return instead
+
+    def cut_again(self, x: int, row: Cut, item: int, before: list[Op]) -> int:
+        """An image that is put together and cut another way."""
+        (whole,) = self.add(before, [x], [padded_bytes(self.shape(x), item)], Kind.REDUCTION, "copy")
+        (made,) = self.add(before, [whole], [self.bytes_of_parts(x, row, item)], Kind.OPAQUE, "parts")
+        return made
 
     def cut_operands(self, equation: Equation) -> list[int]:
         return [x for x in dict.fromkeys(equation.inputs) if isinstance(x, int) and x in self.parts.cut]
@@ -128,15 +197,15 @@ class Cutting:
         before: list[Op] = []
         late = self.parts.late[equation.outputs[0]]
         image, gradient = equation.inputs
-        early = equation.inputs[1 - late]
-        if not isinstance(image, int) or not isinstance(gradient, int) or not isinstance(early, int):
+        if not isinstance(image, int) or not isinstance(gradient, int):
             return list(ops)
+        early = (image, gradient)[1 - late]
         numbers, dilation = equation.params["dimension_numbers"], equation.params["rhs_dilation"][-1]
         width = self.parts.cut[early].width
         width = width * dilation if late == 0 else -(-width // dilation)
         spec = (numbers.lhs_spec, numbers.rhs_spec)[late]
         cut = Cut(spec[1], spec[0], spec[-1], width)  # which has batch and features the other way round
-        other = self.late_parts(equation.inputs[late], cut, equation, before)
+        other = self.late_parts((image, gradient)[late], cut, equation, before)
         shifted = self.shifted(image, equation, other if late == 0 else None, cut, before)
         instead = {image: shifted, gradient: [gradient if late == 0 else other]}
         return [*before, *(self.reading(op, instead) for op in ops)]

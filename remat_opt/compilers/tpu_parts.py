@@ -292,7 +292,8 @@ class _Cutter:
             fits = not {cut.batch, cut.space}.intersection(user.params["dimensions"])
         elif primitive is P.transpose_p:
             places = user.params["permutation"]
-            cut = Cut(*(places.index(at) for at in (cut.batch, cut.features, cut.space)), cut.width)
+            batch, features, space = (places.index(at) for at in (cut.batch, cut.features, cut.space))
+            cut = Cut(batch, features, space, cut.width)
             fits = True
         else:
             fits = False
@@ -362,10 +363,9 @@ class _Cutter:
 
     def scattered(self, user: Equation) -> bool:
         source, operand = user.inputs
-        cuts = [self.parts.cut.get(x) if isinstance(x, int) else None for x in (operand, source)]
-        if None in cuts or user.params["select_prim"] is not lax.ge_p:
+        image, pooled = (self.parts.cut.get(x) if isinstance(x, int) else None for x in (operand, source))
+        if image is None or pooled is None or user.params["select_prim"] is not lax.ge_p:
             return False
-        image, pooled = cuts
         stride = user.params["window_strides"][image.space]
         fits = (image.batch, image.space) == (pooled.batch, pooled.space) and image.width % stride == 0
         padding = sum(user.params["padding"][image.space])

@@ -52,15 +52,15 @@ def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
 
 def bytes_with_features_or_batch_in_lanes(shape: Sequence[int], item: int, batch: int, features: int) -> int:
     """Bytes of an image as convolutions have it, its batch and features in the tiles. Fewer than eight rows are not
-    filled up to eight, but to a power of two."""
+    filled up to eight, but to a power of two, or to what takes four bytes."""
+
+    def few(rows: int) -> int:
+        return min(_SUBLANES, max(1 << (rows - 1).bit_length(), 4 // item))
+
     return min(
-        _tiled_bytes(shape, item, features, batch, _few_sublanes(shape[batch])),
-        _tiled_bytes(shape, item, batch, features, _few_sublanes(shape[features])),
+        _tiled_bytes(shape, item, features, batch, few(shape[batch])),
+        _tiled_bytes(shape, item, batch, features, few(shape[features])),
     )
-
-
-def _few_sublanes(rows: int) -> int:
-    return min(_SUBLANES, 1 << (rows - 1).bit_length())
 
 
 def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int, rows: int = _SUBLANES) -> int:
