@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
@@ -12,8 +12,9 @@ from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import with_copies
+from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.graph.graph import Graph, Op
-from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes
+from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes, padded_rows
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Equation
@@ -33,6 +34,11 @@ class TpuReader(Reader):
     def rounded(self) -> frozenset[int]:
         """What is stored in two bytes."""
         return stored_in_two_bytes(self.program)
+
+    @functools.cached_property
+    def rows(self) -> Mapping[int, int]:
+        """What lies row by row: how many leading dimensions count the rows."""
+        return rows_of(self.program)
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)
@@ -75,6 +81,9 @@ class TpuReader(Reader):
             if not sizes[value]:
                 continue
             item = 2 if value in rounded else compat.item_bytes(aval.dtype)
+            if value in self.rows and value not in images:
+                sizes[value] = padded_rows(aval.shape, item, self.rows[value])
+                continue
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
         return dataclasses.replace(graph, sizes=tuple(sizes))
 

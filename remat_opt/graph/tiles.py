@@ -39,6 +39,23 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
+def padded_rows(shape: Sequence[int], item: int, count: int) -> int:
+    """Bytes of an array of which each row is in tiles of its own, or is in their lanes if it has one dimension.
+
+    Args:
+        shape: its dimensions, of which the first `count` number the rows.
+        item: bytes of one element.
+        count: of dimensions.
+    """
+    rows, row = math.prod(shape[:count]), [size for size in shape[count:] if size != 1]
+    if not rows or not row:
+        return padded_bytes((rows * math.prod(row),), item)
+    if len(row) == 1:
+        return _tiled_bytes((rows, *row), item, 1, 0)
+    pairs = itertools.permutations(range(len(row)), 2)
+    return rows * min(_tiled_bytes(row, item, *pair, few=True) for pair in pairs)
+
+
 def elements_by_rows(shape: Sequence[int]) -> int:
     """Elements of an array that lies row by row, its last dimension in the lanes, with those that fill up its tiles."""
     shape = [size for size in shape if size != 1]
@@ -60,10 +77,11 @@ def _with_space_in_batch(shape: Sequence[int]) -> Sequence[int]:
     return (batch * _PARTS, *space, -(-(row + 1) // _PARTS), features)
 
 
-def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int) -> int:
-    """With one dimension in the lanes and one in the sublanes."""
+def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int, *, few: bool = False) -> int:
+    """With one dimension in the lanes and one in the sublanes, of which a tile may have as few as are needed."""
     others = math.prod(shape) // (shape[lanes] * shape[sublanes])
-    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], _SUBLANES)
+    height = min(_SUBLANES, 1 << (shape[sublanes] - 1).bit_length()) if few else _SUBLANES
+    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], height)
 
 
 def _up(size: int, multiple: int) -> int:
