@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
@@ -14,8 +14,9 @@ from remat_opt.compilers.tpu_cutting import Cutting
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import with_copies
+from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.graph.graph import Graph, Op
-from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, has_batch_in_lanes, padded_bytes
+from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, has_batch_in_lanes, padded_bytes, padded_rows
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Equation
@@ -74,6 +75,11 @@ class TpuReader(Reader):
         inputs = tuple(whole.get(x, x) if isinstance(x, int) else x for x in equation.inputs)
         super().barrier(dataclasses.replace(equation, inputs=inputs))
 
+    @functools.cached_property
+    def rows(self) -> Mapping[int, int]:
+        """What lies row by row: how many leading dimensions count the rows."""
+        return rows_of(self.program)
+
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)
         if equation.primitive in (P.scan_p, P.cond_p):
@@ -119,6 +125,9 @@ class TpuReader(Reader):
                 cut = self.parts.cut[value]
                 shape = cut.shape_of(aval.shape)
                 sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
+                continue
+            if value in self.rows and value not in images:
+                sizes[value] = padded_rows(aval.shape, item, self.rows[value])
                 continue
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
         return dataclasses.replace(graph, sizes=tuple(sizes))

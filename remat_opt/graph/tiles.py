@@ -36,6 +36,23 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
+def padded_rows(shape: Sequence[int], item: int, count: int) -> int:
+    """Bytes of an array of which each row is in tiles of its own, or is in their lanes if it has one dimension.
+
+    Args:
+        shape: its dimensions, of which the first `count` number the rows.
+        item: bytes of one element.
+        count: of dimensions.
+    """
+    rows, row = math.prod(shape[:count]), [size for size in shape[count:] if size != 1]
+    if not rows or not row:
+        return padded_bytes((rows * math.prod(row),), item)
+    if len(row) == 1:
+        return _tiled_bytes((rows, *row), item, 1, 0)
+    pairs = itertools.permutations(range(len(row)), 2)
+    return rows * min(_tiled_bytes(row, item, lanes, few, _few(row[few])) for lanes, few in pairs)
+
+
 def elements_by_rows(shape: Sequence[int]) -> int:
     """Elements of an array that lies row by row, its last dimension in the lanes, with those that fill up its tiles."""
     shape = [size for size in shape if size != 1]
@@ -53,14 +70,15 @@ def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
 def bytes_with_features_or_batch_in_lanes(shape: Sequence[int], item: int, batch: int, features: int) -> int:
     """Bytes of an image as convolutions have it, its batch and features in the tiles. Fewer than eight rows are not
     filled up to eight, but to a power of two, or to what takes four bytes."""
-
-    def few(rows: int) -> int:
-        return min(_SUBLANES, max(1 << (rows - 1).bit_length(), 4 // item))
-
     return min(
-        _tiled_bytes(shape, item, features, batch, few(shape[batch])),
-        _tiled_bytes(shape, item, batch, features, few(shape[features])),
+        _tiled_bytes(shape, item, features, batch, max(_few(shape[batch]), 4 // item)),
+        _tiled_bytes(shape, item, batch, features, max(_few(shape[features]), 4 // item)),
     )
+
+
+def _few(rows: int) -> int:
+    """Rows of a tile that has no more than are needed."""
+    return min(_SUBLANES, 1 << (rows - 1).bit_length())
 
 
 def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int, rows: int = _SUBLANES) -> int:
