@@ -1,8 +1,8 @@
 """Which arrays of a TPU's program lie row by row, as gathers make them.
 
 What is read at one index lies in as few tiles as hold it: 4 × 32 numbers for each of 131,072 indices take 4 × 128
-places each. XLA fixes these layouts of gathers and gives them to the cheap work that is done on their results. What
-has two exponentials or more it does as it pads least, on copies.
+places each. XLA fixes these layouts of gathers and gives them to the cheap work that is done on their results. Work
+with two exponentials or more it does as it pads least, on copies.
 """
 
 from __future__ import annotations

@@ -1,0 +1,71 @@
+"""What lies row by row on a TPU: what gathers make, and the cheap work that is done on it."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.tpu_rows import rows_of
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.tiles import padded_rows
+from remat_opt.program.inline import Program, inline
+from remat_opt.targets.compile import measure_flat
+from remat_opt.targets.devices import resolve_target
+
+NODES, EDGES = 16384, 131072
+
+
+def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
+    return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "places"),
+    [
+        ((), 1),
+        ((1,), 1),
+        ((32,), 128),
+        ((4, 32), 4 * 128),
+        ((3, 40), 4 * 128),  # a tile has as few rows as it needs, of a power of two
+        ((2, 64), 2 * 128),
+        ((16, 8), 8 * 128),  # the 16 in the lanes
+    ],
+)
+def test_rows_are_outside_of_tiles(row: tuple[int, ...], places: int) -> None:
+    assert padded_rows((EDGES, *row), 4, 1) == EDGES * places * 4
+
+
+def arrays(*row: int) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Of each node, and the ends of the edges."""
+    ends = jax.ShapeDtypeStruct((EDGES,), jnp.int32)
+    return jax.ShapeDtypeStruct((NODES, *row), jnp.float32), ends, ends
+
+
+def summed(nodes: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+    return jax.ops.segment_sum(nodes[senders] + nodes[receivers], receivers, NODES)
+
+
+def test_sums_over_edges_take_what_is_gathered_row_by_row() -> None:
+    target, avals = resolve_target("v5e"), arrays(4, 32)
+    graph = compiled(program_of(summed, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
+    found = measure_flat(lambda *args: [summed(*args)], avals, target="v5e").temp_bytes
+    assert found > 2 * EDGES * 4 * 128 * 4
+    assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("work", "lies_by_rows"),
+    [
+        (lambda of_edge, other: jnp.exp(of_edge - other), True),
+        (lambda of_edge, other: jnp.exp(of_edge) + jnp.exp(other), False),
+        (lambda of_edge, other: of_edge @ jnp.ones((32, 32)), False),
+    ],
+)
+def test_cheap_work_on_rows_lies_by_rows(work: Callable, lies_by_rows: bool) -> None:
+    def of_edges(nodes: jax.Array, senders: jax.Array, receivers: jax.Array) -> jax.Array:
+        return work(nodes[senders], nodes[receivers])
+
+    program = program_of(of_edges, *arrays(4, 32))
+    assert (program.outputs[0] in rows_of(program)) == lies_by_rows
