@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
-from remat_opt.compilers.tpu_products import with_copies
+from remat_opt.compilers.tpu_products import lying_between, with_copies
 from remat_opt.graph.graph import Graph, Op
 from remat_opt.graph.tiles import has_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
@@ -33,6 +33,11 @@ class TpuReader(Reader):
     def rounded(self) -> frozenset[int]:
         """What is stored in two bytes."""
         return stored_in_two_bytes(self.program)
+
+    @functools.cached_property
+    def between_products(self) -> Mapping[int, int]:
+        """What lies between products over a batch, with the places that it takes."""
+        return lying_between(self.program)
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)
@@ -75,6 +80,9 @@ class TpuReader(Reader):
             if not sizes[value]:
                 continue
             item = 2 if value in rounded else compat.item_bytes(aval.dtype)
+            if value in self.between_products:
+                sizes[value] = item * self.between_products[value]
+                continue
             sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
         return dataclasses.replace(graph, sizes=tuple(sizes))
 
