@@ -97,6 +97,8 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
         return found
     longer, *near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
     found = min([found, *_cheaper([longer], found)], key=decider.foreseen)
+    if found.prepared.target.platform == "tpu":  # whose model errs too much to choose among many by it
+        return found
     count = min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // len(found.prepared.captured.program.equations))
     others = [found, *_cheaper(near, found)[:count]]
     about_least = min(map(decider.foreseen, others)) * ABOUT_AS_LITTLE

@@ -1,24 +1,30 @@
 """Copies of what a TPU's products over a batch read and make.
 
 Such a product has its batch outside of the tiles: 17 × 32 numbers for each of 8192 examples take 24 × 128 places each.
-Elementwise work lies as it pads least, with the examples in the lanes, and where that is much less XLA copies it.
+Elementwise work lies as it pads least, with the examples in the lanes, and where that is less XLA copies it. What lies
+between two such products, as attention's scores do, is not copied, however much it pads: it lies as they do.
 """
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jax.extend.core import primitives as P
+
+from remat_opt.compilers.equations import RESHAPING
 from remat_opt.graph.graph import Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.primitives import ELEMENTWISE
 
 if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
 
-PADS_MUCH = 2  # times as much as it could
+PADS_MORE = 1.1  # times as much as it could; a few rows of a tile are no reason to copy
 
 
 def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
@@ -26,7 +32,7 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     _, batch = equation.params["dimension_numbers"]
     ops: list[Op] = []
     for operand, of_batch in zip(equation.inputs, batch, strict=True):
-        if isinstance(operand, Constant) or operand in reader.constants:
+        if isinstance(operand, Constant) or operand in reader.constants or operand in reader.between_products:
             continue
         aval = reader.program.avals[operand]
         size = _larger(aval.shape, of_batch, min(compat.item_bytes(aval.dtype), 2))
@@ -40,6 +46,8 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
         inputs = tuple(reader.copies[key] if value == buffer else value for value in op.inputs)
         op = dataclasses.replace(op, inputs=inputs)
     (result,) = equation.outputs
+    if result in reader.between_products:
+        return [*ops, op]
     aval = reader.program.avals[result]
     size = _larger(aval.shape, range(len(batch[0])), 2 if result in reader.rounded else compat.item_bytes(aval.dtype))
     if not size:
@@ -48,13 +56,67 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     return [*ops, dataclasses.replace(op, outputs=(padded,)), Op((padded,), (result,), name="copy")]
 
 
-def _larger(shape: Sequence[int], batch: Sequence[int], item: int) -> int:
-    """Bytes of an array with the batch outside of the tiles, where that is much more than it needs; 0 elsewhere."""
+def lying_between(program: Program) -> Mapping[int, int]:
+    """What products over a batch make for others, themselves or through elementwise work: for each such value the
+    places that it takes with the batch outside of the tiles."""
+    made: dict[int, int] = {}
+    read: dict[int, int] = {}
+    alike = collections.defaultdict(set)
+    for equation in program.equations:
+        if equation.primitive is P.dot_general_p:
+            _, batch = equation.params["dimension_numbers"]
+            (result,) = equation.outputs
+            made |= _places(program, result, range(len(batch[0])))
+            for operand, of_batch in zip(equation.inputs, batch, strict=True):
+                if isinstance(operand, int):
+                    read |= _places(program, operand, of_batch)
+            continue
+        for one, other in _stored_alike(program, equation):
+            alike[one].add(other)
+            alike[other].add(one)
+    found: dict[int, int] = {}
+    for value, places in made.items():
+        if value in found:
+            continue
+        reached, waiting = {value}, [value]
+        while waiting:
+            new = alike[waiting.pop()] - reached
+            reached |= new
+            waiting += new
+        if any(read.get(one) == places for one in reached):
+            found |= dict.fromkeys(reached, places)
+    return found
+
+
+def _places(program: Program, value: int, batch: Sequence[int]) -> dict[int, int]:
+    """Those of a value with the batch outside of the tiles; nothing for a matrix."""
+    places = _outside(program.avals[value].shape, batch, 1)
+    return {value: places} if places else {}
+
+
+def _stored_alike(program: Program, equation: Equation) -> Sequence[tuple[int, int]]:
+    """Operands and results of as many elements, of elementwise work, barriers, and what is only named otherwise."""
+    if equation.primitive is compat.barrier_p:
+        pairs = list(zip(equation.inputs, equation.outputs, strict=True))
+    elif equation.primitive in ELEMENTWISE or equation.primitive in RESHAPING or equation.primitive is P.transpose_p:
+        pairs = [(operand, result) for operand in equation.inputs for result in equation.outputs]
+    else:
+        return []
+    size = {value: program.avals[value].size for pair in pairs for value in pair if isinstance(value, int)}
+    return [(x, result) for x, result in pairs if isinstance(x, int) and size[x] == size[result]]
+
+
+def _outside(shape: Sequence[int], batch: Sequence[int], item: int) -> int:
+    """Bytes of an array with the batch outside of the tiles; 0 for a matrix."""
     if not batch or len(shape) < 3:
         return 0
-    outside = [shape[at] for at in batch]
-    inside = [size for at, size in enumerate(shape) if at not in batch]
-    size = padded_bytes(inside, item)
-    for count in outside:
-        size *= count
-    return size if size > PADS_MUCH * padded_bytes(shape, item) else 0
+    size = padded_bytes([size for at, size in enumerate(shape) if at not in batch], item)
+    for at in batch:
+        size *= shape[at]
+    return size
+
+
+def _larger(shape: Sequence[int], batch: Sequence[int], item: int) -> int:
+    """Bytes of an array with the batch outside of the tiles, where that is more than it needs; 0 elsewhere."""
+    size = _outside(shape, batch, item)
+    return size if size > PADS_MORE * padded_bytes(shape, item) else 0

@@ -13,7 +13,7 @@ from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
-from remat_opt.compilers.tpu_products import with_copies
+from remat_opt.compilers.tpu_products import lying_between, with_copies
 from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.graph.graph import Graph, Op
 from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, has_batch_in_lanes, padded_bytes, padded_rows
@@ -80,6 +80,11 @@ class TpuReader(Reader):
         """What lies row by row: how many leading dimensions count the rows."""
         return rows_of(self.program)
 
+    @functools.cached_property
+    def between_products(self) -> Mapping[int, int]:
+        """What lies between products over a batch, with the places that it takes."""
+        return lying_between(self.program)
+
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)
         if equation.primitive in (P.scan_p, P.cond_p):
@@ -125,11 +130,13 @@ class TpuReader(Reader):
                 cut = self.parts.cut[value]
                 shape = cut.shape_of(aval.shape)
                 sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
-                continue
-            if value in self.rows and value not in images:
+            elif value in self.rows and value not in images:
                 sizes[value] = padded_rows(aval.shape, item, self.rows[value])
-                continue
-            sizes[value] = padded_bytes(aval.shape, item, is_image=value in images, with_batch_in_lanes=value in joined)
+            elif value in self.between_products:
+                sizes[value] = item * self.between_products[value]
+            else:
+                is_image, with_batch = value in images, value in joined
+                sizes[value] = padded_bytes(aval.shape, item, is_image=is_image, with_batch_in_lanes=with_batch)
         return dataclasses.replace(graph, sizes=tuple(sizes))
 
     def joined_by_batch(self, images: Container[int]) -> frozenset[int]:

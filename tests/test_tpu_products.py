@@ -1,0 +1,62 @@
+"""Products over a batch on a TPU: what lies between them, and copies with the batch outside of the tiles."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.tpu_products import lying_between
+from remat_opt.graph.cost import Rates
+from remat_opt.program.inline import Program, inline
+from remat_opt.targets import reports_gaps_twice
+from remat_opt.targets.compile import measure_flat
+from remat_opt.targets.devices import resolve_target
+
+
+def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
+    return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+def foreseen_and_compiled(fun: Callable, *avals: jax.ShapeDtypeStruct) -> tuple[int, int]:
+    """Temporary bytes on a v5e, by the model and by its compiler."""
+    target = resolve_target("v5e")
+    graph = compiled(program_of(fun, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
+    foreseen = allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu"))
+    return foreseen, measure_flat(lambda *args: [fun(*args)], avals, target="v5e").temp_bytes
+
+
+def attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+    scores = jax.nn.softmax(jnp.einsum("bqhd,bkhd->bhqk", queries, keys))
+    return jnp.einsum("bhqk,bkhd->bqhd", scores, values)
+
+
+@pytest.mark.parametrize(("windows", "length", "heads"), [(2048, 96, 4), (2048, 80, 4)])
+def test_scores_lie_as_the_products_between_which_they_are(windows: int, length: int, heads: int) -> None:
+    def loss(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(attention(jnp.sin(queries), jnp.sin(keys), jnp.sin(values))))
+
+    aval = jax.ShapeDtypeStruct((windows, length, heads, 32), jnp.float32)
+    foreseen, found = foreseen_and_compiled(jax.grad(loss), aval, aval, aval)
+    assert found > 2 * windows * heads * length * 128 * 4  # two arrays of scores, with rows of 128 places
+    assert foreseen == pytest.approx(found, rel=0.25)
+
+
+@pytest.mark.parametrize(("rows", "copies"), [(64, 1), (112, 1), (128, 0)])
+def test_operands_are_copied_where_they_could_pad_less(rows: int, copies: int) -> None:
+    def product(x: jax.Array) -> jax.Array:
+        return jnp.einsum("bqd,bkd->bqk", jnp.sin(x), jnp.sin(x))
+
+    program = program_of(product, jax.ShapeDtypeStruct((8192, rows, 32), jnp.float32))
+    graph = compiled(program, Rates(1e12, {"float32": 1e14}), platform="tpu")
+    assert sum(op.name == "copy" for op in graph.ops) == 2 * copies  # of the operand and of the result
+
+
+def test_what_lies_between_products() -> None:
+    program = program_of(attention, *[jax.ShapeDtypeStruct((16, 24, 2, 32), jnp.float32)] * 3)
+    found = lying_between(program)
+    scores = [value for value, aval in enumerate(program.avals) if aval.shape[-2:] == (24, 24)]
+    assert set(scores) <= set(found)
+    assert {found[value] for value in scores} == {16 * 2 * 24 * 128}
+    assert not found.keys() & {*program.inputs, *program.outputs}
