@@ -25,7 +25,6 @@ FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: anothe
 MOST_FORESEEN = 8  # schedules of about the least peak
 MOST_EQUATIONS_FORESEEN = 40_000  # of all of these together: some 25 seconds
 ABOUT_AS_LITTLE = 1.005  # times the least that is foreseen
-WORTH_SPARING = 0.01  # of the step's FLOPs, in as little memory
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 
 
@@ -92,21 +91,20 @@ def least_memory(decider: Decider) -> Decision:
 
 def least_foreseen(decider: Decider, found: Found) -> Found:
     """The schedule for which the compiler is foreseen to need least: that which was found, or another of `auto` with no
-    more FLOPs and a peak not far above, where that spares memory or FLOPs worth the risk that the model errs there."""
+    more FLOPs and a peak not far above, where that spares memory worth the risk that the model errs there."""
     if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
         return found
     longer, *near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
     found = min([found, *_cheaper([longer], found)], key=decider.foreseen)
-    if found.prepared.target.platform == "tpu":  # whose model errs too much to choose among many by it
+    # Of a TPU, and of what several devices have, too much is not in the model to choose among many by it.
+    if found.prepared.target.platform == "tpu" or found.prepared.is_divided:
         return found
     count = min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // len(found.prepared.captured.program.equations))
     others = [found, *_cheaper(near, found)[:count]]
     about_least = min(map(decider.foreseen, others)) * ABOUT_AS_LITTLE
     low = (one for one in others if decider.foreseen(one) <= about_least)
     least = min(low, key=lambda one: (one.extra_flops, decider.foreseen(one)))
-    spares_memory = decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found)
-    spared = found.extra_flops - least.extra_flops
-    return least if spares_memory or spared >= WORTH_SPARING * decider.given.bridge.graph.flops else found
+    return least if decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found) else found
 
 
 def _cheaper(others: Sequence[Found], found: Found) -> list[Found]:
