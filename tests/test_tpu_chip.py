@@ -56,8 +56,8 @@ def test_what_finds_no_place_later_is_sent_away_and_comes_back_elsewhere() -> No
 def test_copies_share_the_time_of_kernels() -> None:
     chip = memory(1, 1, 1, 1)  # of three of them 2.7 kB can be copied
     assert [chip.stay_of(400, 0, [3], is_argument=True).fetched for _ in range(7)] == [1, 1, 0, 0, 0, 0, 0]  # no room
-    chip = memory(1, 0.5, 0.1, 1)
-    assert [chip.stay_of(400, 0, [2], is_argument=True).fetched for _ in range(3)] == [1, 1, 0]  # no time
+    chip = memory(0.5, 0.1, 1)  # 540 bytes before the third
+    assert [chip.stay_of(300, 0, [2], is_argument=True).fetched for _ in range(3)] == [1, 0, 0]  # room, but no time
 
 
 def test_arguments_are_fetched_once_for_readers_that_come_soon() -> None:

@@ -4,9 +4,8 @@ A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's CPU c
 can run side by side, `breadth_first`, and `depth_first` where it is asked to save memory; its GPU compiler `greedy` or
 `depth_first`, whichever peaks lower. Their rules are those of XLA's `hlo_memory_scheduler.cc`; which is taken is what
 compiled steps show. (A third order, by operands alone, the GPU's compiler tries, too; in which order a kernel reads is
-not known here.) A TPU's compiler keeps the program's order, with updates as early as
-they can be, and loops that make only returned numbers last. Sizes are those of
-the graph, so that an order is only as true as they are.
+not known here.) A TPU's compiler keeps the program's order, with updates as early as they can be, and loops that make
+only returned numbers last. Sizes are those of the graph, so that an order is only as true as they are.
 """
 
 from __future__ import annotations
