@@ -42,6 +42,7 @@ class Prepared:
         seconds: time spent on each stage so far.
         given: where loops were written again, the program as it was before.
         loops: what was chosen for the loops.
+        in_our_order: it is written even where nothing is recomputed, so that compilers are told an order.
     """
 
     captured: Captured
@@ -50,6 +51,22 @@ class Prepared:
     seconds: dict[str, float]
     given: Prepared | None = None
     loops: LoopChoices | None = None
+    in_our_order: bool = False
+
+    @functools.cached_property
+    def ordered(self) -> Prepared:
+        """The same step, to be written even where nothing is recomputed: updates come as soon as they can, compilers
+        are told the order of what they would do otherwise, and are asked to save memory. That alone may spare half of
+        the memory."""
+        return self if self.is_rewritten else self._the_same_but(in_our_order=True)
+
+    def _the_same_but(self, **changes: Any) -> Prepared:
+        """A copy with what searches remember of the graph, for changes that leave the graph as it is."""
+        same = dataclasses.replace(self, **changes)
+        same.__dict__["problem"] = self.problem
+        if same.is_rewritten:
+            same.__dict__["unchanged"] = self.unchanged
+        return same
 
     def written(self, loops: LoopChoices, inside: float | None, keep_checkpoints: bool = False) -> Prepared:
         """The same step with its loops written as was chosen.
@@ -72,11 +89,7 @@ class Prepared:
             problems=self._bodies,
         )
         if program is given:
-            same = dataclasses.replace(self, loops=loops)
-            same.__dict__["problem"] = self.problem  # with what searches remember
-            if self.is_rewritten:
-                same.__dict__["unchanged"] = self.unchanged
-            return same
+            return self._the_same_but(loops=loops)
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
         return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
 
@@ -106,7 +119,8 @@ class Prepared:
     def is_rewritten(self) -> bool:
         """Whether operations have another form than in the step as it was given, so that to write it pays even where
         nothing is recomputed."""
-        return self.given is not None or len(self.bridge.program.avals) != len(self.captured.given.avals)
+        reformed = len(self.bridge.program.avals) != len(self.captured.given.avals)
+        return self.in_our_order or self.given is not None or reformed
 
     @functools.cached_property
     def unchanged(self) -> Prepared:

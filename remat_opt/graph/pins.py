@@ -22,7 +22,7 @@ make it together with the first, and keeps its operand until then. So that kerne
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Buffer, Liveness
@@ -72,7 +72,8 @@ def pins(
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
-    position, recomputing = 0, slices is not None
+    recomputes = any(run.recomputed for run in schedule.runs)
+    position, recomputing = 0, slices is not None or not recomputes
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own
@@ -149,28 +150,33 @@ class _PinsOfRun:
         self.before: list[int] = []  # for each kernel those that run before it whatever the compiler does, as bits
         self.reductions_of: dict[int, int] = {}  # for a value the reductions of this run that read it, as bits
         self.frees: list[int] = []  # bytes that stay longer if the kernel is done later than it should
+        self.much_freed = 0  # the kernels for which these are worth a barrier, as bits
+        self.stored: set[int] = set()  # values of this run that are still to be read, or results
 
     def find(self, ops: Sequence[int]) -> dict[int, Pin]:
         found: dict[int, Pin] = {}
         for index, op in enumerate(ops):
+            self.stored -= self.dying.get(self.start + index, set()) - self.outputs
             known = 0
             for value in self.graph.ops[op].inputs:
                 if value in self.made_by:
                     maker = self.made_by[value]
                     known |= self.before[maker] | 1 << maker
-            waits = {late: self.result_of(late, index, op) for late in self.that_may_be_late(op, index, known)}
-            results = [value for value in waits.values() if value is not None]
+            waits = self.results_of(self.that_may_be_late(op, index, known), op)
+            results = list(waits.values())
             operands = [self.operand(op)] if results else []
             for buffer, result in self.reduced_before(op, index).items():
                 operands.append(buffer)
                 results.append(result)
-            for late, value in waits.items():
-                known |= (self.before[late] | 1 << late) if value is not None else 0
+            for late in waits:
+                known |= self.before[late] | 1 << late
             if results:
                 found[op] = Pin(tuple(dict.fromkeys(operands)), tuple(dict.fromkeys(results)))
             self.before.append(known)
             self.frees.append(self.freed_by(op, self.start + index))
+            self.much_freed |= (self.frees[index] >= WORTH_A_PIN * self.liveness.peak) << index
             self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
+            self.stored.update(v for v in self.graph.ops[op].outputs if self.is_stored(v, self.start + index))
             if self.graph.ops[op].kind is Kind.REDUCTION or (self.is_step_of_loop and self.makes_large(op)):
                 for value in self.graph.ops[op].inputs:
                     self.reductions_of[value] = self.reductions_of.get(value, 0) | 1 << index
@@ -192,20 +198,19 @@ class _PinsOfRun:
         found: dict[int, int] = {}
         for buffer in large:
             latest = self.reductions_of.get(buffer, 0).bit_length() - 1
-            result = self.result_of(latest, index, op) if latest >= 0 else None
-            if result is not None:
-                found[buffer] = result
+            if latest >= 0:
+                found.update((buffer, result) for result in self.results_of(1 << latest, op).values())
         return found
 
-    def that_may_be_late(self, op: int, index: int, known: int) -> list[int]:
-        """Kernels of this run that come before a large one, free much, and that it does not depend on."""
+    def that_may_be_late(self, op: int, index: int, known: int) -> int:
+        """Kernels of this run that come before a large one, free much, and that it does not depend on, as bits."""
         least = WORTH_A_PIN * self.liveness.peak
         made = sum(self.graph.sizes[v] for v in self.graph.ops[op].outputs if v not in self.outputs)
         if made < least or self.operand(op) < 0:
-            return []
-        loose = [i for i in range(index) if self.frees[i] >= least and not known >> i & 1]
-        without_order = int(self.liveness.live[self.start + index]) + sum(self.frees[i] for i in loose)
-        return loose if without_order > NEAR_THE_PEAK * self.liveness.peak else []
+            return 0
+        loose = self.much_freed & ~known
+        without_order = int(self.liveness.live[self.start + index]) + sum(self.frees[i] for i in _bits(loose))
+        return loose if without_order > NEAR_THE_PEAK * self.liveness.peak else 0
 
     def freed_by(self, op: int, position: int) -> int:
         """Bytes that the kernel is the last to read, and those that elementwise work made for this product: a compiler
@@ -228,18 +233,30 @@ class _PinsOfRun:
         made = [value for value in self.graph.ops[op].inputs if self.graph.producer[value] >= 0]
         return max(made, key=lambda value: (self.graph.sizes[value], value), default=-1)
 
-    def result_of(self, late: int, index: int, op: int) -> int | None:
-        """The smallest value that shows that a kernel is done, and that is still to be read."""
-        read = self.graph.ops[op].inputs
-        candidates = [
-            value
-            for value, maker in self.made_by.items()
-            if (maker == late or self.before[maker] >> late & 1)
-            and value != self.operand(op)
-            and (value in self.outputs or value in read or self.is_live(value, maker, self.start + index))
-        ]
-        return min(candidates, key=lambda value: (self.graph.sizes[value], value), default=None)
+    def results_of(self, late: int, op: int) -> dict[int, int]:
+        """For kernels (as bits) the smallest value that shows that the kernel is done, and that is still to be read;
+        without those of which nothing shows it."""
+        sizes, operand = self.graph.sizes, self.operand(op)
+        found: dict[int, int] = {}
+        if not late:
+            return found
+        still_read = self.stored | (self.made_by.keys() & self.graph.ops[op].inputs)
+        for value in sorted(still_read - {operand}, key=lambda value: (sizes[value], value)):
+            maker = self.made_by[value]
+            shown = (self.before[maker] | 1 << maker) & late
+            found.update((kernel, value) for kernel in _bits(shown))
+            late &= ~shown
+        return dict(sorted(found.items()))
 
-    def is_live(self, value: int, maker: int, position: int) -> bool:
-        buffer = self.born.get((value, self.start + maker))
-        return buffer is not None and buffer.death > position
+    def is_stored(self, value: int, made: int) -> bool:
+        """Whether a value that is made at a position is a result, or read after the next kernel has begun."""
+        buffer = self.born.get((value, made))
+        return value in self.outputs or (buffer is not None and buffer.death > made)
+
+
+def _bits(mask: int) -> Iterator[int]:
+    """The positions of ones, from the lowest."""
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
