@@ -140,7 +140,7 @@ def measure_variant(
         written = write(row, variant, target, known)
     except remat_opt.InfeasibleBudget as refusal:
         return {"infeasible": str(refusal).partition(". ")[0], **versions}
-    result: dict[str, Any] = {"extra_flops": round(count_flops(written) / plain_flops - 1, 5)}
+    result: dict[str, Any] = {"extra_flops": round(count_flops(written) / plain_flops - 1, 5) + 0.0}  # no −0.0
     if written.plan is not None:
         predicted = written.plan.predicted
         result |= {

@@ -151,7 +151,8 @@ class Decider:
             loop_bodies=written.bodies if written else 0,
             inside_loops=written.inside if written else None,
             gathers_once=prepared.captured.program.gathers_once,
-            rewritten=prepared.is_rewritten,
+            rewritten=prepared.is_reformed,
+            in_our_order=prepared.in_our_order,
         )
         return Decision(prepared, solution, plan)
 

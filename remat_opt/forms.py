@@ -105,6 +105,12 @@ class Forms:
         """See `Prepared.written`."""
         return self.given.written(loops, inside, self.keep_checkpoints)
 
+    @functools.cached_property
+    def in_our_order(self) -> Found:
+        """The step as it was given, written, with nothing computed again; see `Prepared.ordered`."""
+        ordered = self.given.unchanged.ordered
+        return Found(ordered, ordered.problem.plain)
+
     def least(self) -> Found:
         """The least memory with at most one extra forward pass, or two where loops need that for much less memory."""
         if len(self.all) == 1:
@@ -135,9 +141,10 @@ class Forms:
             limit: bytes.
             size: what a schedule is held to need, in bytes; by default its peak, as the search knows it.
         """
-        best: Found | None = None
-        smallest: Found | None = None
         size_of = size or (lambda found: found.peak)
+        # What a search knows has our order in any case.
+        smallest = self.in_our_order if size else None
+        best = smallest if smallest is not None and size_of(smallest) <= limit else None
         for number, form in enumerate(self.all):
             if best is not None and form.extra_seconds >= best.extra_seconds:
                 break

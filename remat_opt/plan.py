@@ -76,6 +76,8 @@ class Plan:
             whole as they were gathered before.
         rewritten: whether operations have another form than in the step as it was given; then it is written even where
             nothing is recomputed.
+        in_our_order: nothing is recomputed and no operation has another form, and yet the step is written: its order,
+            which compilers are told, is what spares memory.
     """
 
     fingerprint: str
@@ -98,11 +100,12 @@ class Plan:
     inside_loops: float | None = None
     gathers_once: bool = False
     rewritten: bool = False
+    in_our_order: bool = False
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is changed: the step runs as it was given."""
-        return not (self.schedule.recomputed or self.loops or self.loop_bodies or self.rewritten)
+        return not (self.schedule.recomputed or self.loops or self.loop_bodies or self.rewritten or self.in_our_order)
 
     @property
     def edited(self) -> bool:
@@ -154,6 +157,8 @@ class Plan:
             document["gathers_once"] = True
         if self.rewritten:
             document["rewritten"] = True
+        if self.in_our_order:
+            document["in_our_order"] = True
         document["schedule_digest"] = _digest_of_schedule(document)
         return json.dumps(document, indent=1)
 
@@ -217,6 +222,7 @@ class Plan:
             inside_loops=document["inside_loops"],
             gathers_once="gathers_once" in document,
             rewritten="rewritten" in document,
+            in_our_order="in_our_order" in document,
         )
 
     def save(self, path: str | Path) -> None:
@@ -316,10 +322,7 @@ def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
 def _digest_of_schedule(document: dict[str, Any]) -> str:
     """Of all that says how the step is written."""
     parts = [document[name] for name in ("choice", "schedule", "loops")]
-    if "gathers_once" in document:
-        parts.append({"gathers_once": document["gathers_once"]})
-    if "rewritten" in document:
-        parts.append({"rewritten": document["rewritten"]})
+    parts += [{name: document[name]} for name in ("gathers_once", "rewritten", "in_our_order") if name in document]
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 

@@ -64,11 +64,14 @@ def least_memory(decider: Decider) -> Decision:
     """The least memory for at most one more forward pass, or two; see `Forms.least`."""
     found = decider.search(None)
     if found.runs_as_given or found.peak > WORTH_WRITING * decider.given.peak_in_order:
-        return decider.plain(
-            "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
-            "optimize the whole training step, with jax.grad and the update, not the loss alone)"
-        )
-    found = least_foreseen(decider, found)
+        found = decider.forms.in_our_order
+        if decider.foreseen(found) > WORTH_WRITING * decider.given.as_given:
+            return decider.plain(
+                "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
+                "optimize the whole training step, with jax.grad and the update, not the loss alone)"
+            )
+    else:
+        found = least_foreseen(decider, found)
     candidates = [found]
     if decider.settings.budget.at_any_cost:
         candidates.insert(0, decider.search(0))
@@ -91,7 +94,8 @@ def least_memory(decider: Decider) -> Decision:
 
 def least_foreseen(decider: Decider, found: Found) -> Found:
     """The schedule for which the compiler is foreseen to need least: that which was found, or another of `auto` with no
-    more FLOPs and a peak not far above, where that spares memory worth the risk that the model errs there."""
+    more FLOPs and a peak not far above, or our order alone, where that spares memory worth the risk that the model errs
+    there."""
     if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
         return found
     longer, *near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
@@ -100,7 +104,7 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
     if found.prepared.target.platform == "tpu" or found.prepared.is_divided:
         return found
     count = min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // len(found.prepared.captured.program.equations))
-    others = [found, *_cheaper(near, found)[:count]]
+    others = [found, *_cheaper([decider.forms.in_our_order], found), *_cheaper(near, found)[:count]]
     about_least = min(map(decider.foreseen, others)) * ABOUT_AS_LITTLE
     low = (one for one in others if decider.foreseen(one) <= about_least)
     least = min(low, key=lambda one: (one.extra_flops, decider.foreseen(one)))
@@ -153,6 +157,8 @@ def take_over(decider: Decider, plan: Plan) -> Decision:
         loops = LoopChoices(pairs.pairs, plan.loops, (), pairs.left)
         prepared = decider.given.gathering_once(plan.gathers_once)
         prepared = prepared.written(loops, plan.inside_loops, decider.settings.keep_user_checkpoints)
+        if plan.in_our_order:
+            prepared = prepared.unchanged.ordered
         found = Found(prepared, solution_of(plan, prepared))
     except (ValueError, IndexError, KeyError) as error:
         if isinstance(error, PlanError):

@@ -117,10 +117,13 @@ class Prepared:
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether operations have another form than in the step as it was given, so that to write it pays even where
-        nothing is recomputed."""
-        reformed = len(self.bridge.program.avals) != len(self.captured.given.avals)
-        return self.in_our_order or self.given is not None or reformed
+        """Whether it is written even where nothing is recomputed."""
+        return self.in_our_order or self.is_reformed
+
+    @property
+    def is_reformed(self) -> bool:
+        """Whether operations have another form than in the step as it was given."""
+        return self.given is not None or len(self.bridge.program.avals) != len(self.captured.given.avals)
 
     @functools.cached_property
     def unchanged(self) -> Prepared:

@@ -77,7 +77,8 @@ def _summary(explanation: Explanation) -> list[str]:
             f"again in {segments}, each when its gradients are due{updates}."
         )
     if not done:
-        done.append("Operations are written in another form that keeps less; nothing is computed again.")
+        what = "order" if plan.in_our_order else "form"
+        done.append(f"Operations are written in another {what} that keeps less; nothing is computed again.")
     extra, less = predicted.extra_flops, "more" if predicted.extra_flops >= 0 else "fewer"
     done.append(
         f"The predicted peak of temporary memory goes from {format_bytes(predicted.plain_peak_bytes)} to "
