@@ -65,7 +65,7 @@ def least_memory(decider: Decider) -> Decision:
     found = decider.search(None)
     if found.runs_as_given or found.peak > WORTH_WRITING * decider.given.peak_in_order:
         found = decider.forms.in_our_order
-        if decider.foreseen(found) > WORTH_WRITING * decider.given.as_given:
+        if decider.foreseen(found) >= WORTH_WRITING * decider.given.as_given:
             return decider.plain(
                 "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
                 "optimize the whole training step, with jax.grad and the update, not the loss alone)"

@@ -67,9 +67,15 @@ def test_far_below_the_peak_no_order_is_needed() -> None:
     assert pins_of(higher, Schedule((*schedule.runs[:2], Run((2, 3, 4, 5))))) == {}
 
 
-def test_a_step_without_recomputation_is_left_alone() -> None:
+def test_a_step_in_which_nothing_is_computed_again_is_told_its_order_as_well() -> None:
     graph, _ = backward_of_a_layer()
-    assert pins_of(graph, Schedule((Run((0, 1, 2, 3, 4)),))) == {}
+    assert pins_of(graph, Schedule((Run((0, 1, 2, 3, 4)),))) == {(0, 3): Pin(operands=(2,), results=(3,))}
+
+
+def test_else_what_comes_before_the_first_repeat_is_left_alone() -> None:
+    graph, _ = backward_of_a_layer()
+    schedule = Schedule((Run((0, 1, 2, 3, 4)), Run((1,), recomputed=True)))
+    assert pins_of(graph, schedule) == {}
 
 
 LAYERS = 4

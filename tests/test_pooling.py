@@ -200,11 +200,13 @@ def test_places_are_read_behind_one_barrier_with_what_was_pooled() -> None:
     bridge = build(inline(closed), RATES, platform="cuda")
     written = jax.make_jaxpr(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(*closed.in_avals)
     barriers = [
-        sorted(str(value.aval.dtype) for value in equation.invars)
+        [(value.aval.shape, str(value.aval.dtype)) for value in equation.invars]
         for equation in written.eqns
         if equation.primitive.name == "optimization_barrier"
     ]
-    assert [dtypes for dtypes in barriers if "int8" in dtypes] == [["float32", "int8"]] * len(kernels)
+    places = {shape: sorted([*together]) for together in barriers for shape, dtype in together if dtype == "int8"}
+    assert len(places) == len(kernels)
+    assert places == {shape: [(shape, "float32"), (shape, "int8")] for shape in places}
 
 
 @pytest.mark.parametrize("rank", [2, 3, 4])

@@ -53,8 +53,8 @@ def pins(
 ) -> dict[tuple[int, int], Pin]:
     """Find the pins of a schedule.
 
-    Of a training step only the runs from the first recomputed one on are looked at: before it nothing is freed that
-    could be late.
+    Of a training step in which values are computed again, only the runs from the first of these on are looked at:
+    before it nothing is freed that could be late.
 
     Args:
         graph: the step, fused.
@@ -72,8 +72,8 @@ def pins(
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
-    recomputes = any(run.recomputed for run in schedule.runs)
-    position, recomputing = 0, slices is not None or not recomputes
+    everywhere = slices is not None or not any(run.recomputed for run in schedule.runs)
+    position, recomputing = 0, everywhere
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own

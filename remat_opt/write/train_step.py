@@ -7,6 +7,7 @@ barrier and come out as its results, so that no compiler can do the run before t
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
@@ -99,7 +100,7 @@ class _Writer:
             self.pins = cpu_pins(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
         stages = timeline(self.bridge.graph, schedule)
         handed_on: dict[int, Any] = {}
-        for index, (stage, next_stage) in enumerate(zip(stages, (*stages[1:], None), strict=True)):
+        for index, (stage, next_stage) in enumerate(itertools.zip_longest(stages, stages[1:])):
             self.run_index = index
             if stage.crossing is None:
                 self.evaluate(stage.run.ops, self.environment, handed_on, first_run=True)
