@@ -146,7 +146,8 @@ def measure_row(row: Row) -> dict[str, Any]:
     given, args, kwargs, options = load_step(row)
     step = remat_opt.optimize(given, target=row.target, **options)
     started = time.perf_counter()
-    predicted = step.plan(*args, **kwargs).predicted
+    plan = step.plan(*args, **kwargs)
+    predicted = plan.predicted
     planned = time.perf_counter() - started
     import jax
 
@@ -157,6 +158,7 @@ def measure_row(row: Row) -> dict[str, Any]:
         **({"walked_extra_flops": walked(plain, step, args)} if row.batch is not None else {}),
         "predicted": {"plain": predicted.plain_peak_bytes, "optimized": predicted.peak_bytes},
         "extra_flops": predicted.extra_flops / predicted.flops,
+        "as_given": plan.is_plain,
         "planning_seconds": round(planned, 2),
         "measured": {
             "plain": found.plain.as_json() if found.plain is not None else None,
@@ -172,14 +174,15 @@ def foresee_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
 
     given, args, kwargs, options = load_step(row)
     step = remat_opt.optimize(given, target=row.target, verify=False, **options)
-    predicted = step.plan(*args, **kwargs).predicted
-    extra = predicted.extra_flops / predicted.flops
-    if kept["extra_flops"] not in (0.0, extra):
-        return measure_row(row)
+    plan = step.plan(*args, **kwargs)
+    predicted = plan.predicted
     found = {"plain": predicted.plain_peak_bytes, "optimized": predicted.peak_bytes}
-    if kept["extra_flops"] == 0.0:  # nothing was to gain
+    as_given = kept.get("as_given", kept["extra_flops"] == 0.0)
+    if as_given and not plan.in_our_order:  # nothing was to gain, maybe by the compiler's word
         found["optimized"] = found["plain"]
-    return {**kept, "predicted": found}
+    elif as_given or kept["extra_flops"] != predicted.extra_flops / predicted.flops:
+        return measure_row(row)
+    return {**kept, "as_given": as_given, "predicted": found}
 
 
 def walked(plain: Any, step: Any, args: tuple) -> float:

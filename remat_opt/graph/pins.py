@@ -54,7 +54,9 @@ def pins(
     """Find the pins of a schedule.
 
     Of a training step in which values are computed again, only the runs from the first of these on are looked at:
-    before it nothing is freed that could be late.
+    before it nothing is freed that could be late. Where nothing is computed again, only products wait (the gradients of
+    a weight that is used many times, each for the sum of those before it): a barrier before anything else may cost a
+    buffer, and there is none in any case that it would stand behind.
 
     Args:
         graph: the step, fused.
@@ -72,8 +74,9 @@ def pins(
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
-    everywhere = slices is not None or not any(run.recomputed for run in schedule.runs)
-    position, recomputing = 0, everywhere
+    if slices is None and not any(run.recomputed for run in schedule.runs):
+        return _pins_of_products(graph, schedule, liveness, born, dying)
+    position, recomputing = 0, slices is not None
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own
@@ -87,6 +90,22 @@ def pins(
             for op, values in whole.items():
                 pin = found.get((index, op), Pin((), ()))
                 found[index, op] = Pin(tuple(dict.fromkeys((*pin.operands, *values))), pin.results)
+        position += len(run.ops)
+    return found
+
+
+def _pins_of_products(
+    graph: Graph,
+    schedule: Schedule,
+    liveness: Liveness,
+    born: dict[tuple[int, int], Buffer],
+    dying: dict[int, set[int]],
+) -> dict[tuple[int, int], Pin]:
+    """The pins of products in a schedule that computes nothing again."""
+    position, found = 0, {}
+    for index, run in enumerate(schedule.runs):
+        pinned = _PinsOfRun(graph, liveness, born, dying, position, None).find(run.ops)
+        found |= {(index, op): pin for op, pin in pinned.items() if graph.ops[op].kind is Kind.CONTRACTION}
         position += len(run.ops)
     return found
 
