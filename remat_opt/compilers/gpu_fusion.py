@@ -92,6 +92,8 @@ class _Kernels:
             self.written.append(made)
             self.used.append(own.used)
             self.within.append(own.within)
+        self.by_rows = [bool(op.moved_of) for op in graph.ops]  # kernels that reduce rows, too (`gpu_rows.py`)
+        self.takes = [op.name == P.gather_p.name for op in graph.ops]  # kernels that take elements from anywhere
         self.users: list[set[int]] = [set(users) for users in graph.users]
         self.copied: set[int] = set()  # buffers that only products read: kernels compute them again
         self.gains: dict[int, dict[int, float]] = {}  # by op and reader: seconds saved in that reader
@@ -174,6 +176,8 @@ class _Kernels:
 
     def gain(self, op: int, user: int) -> float:
         """Seconds that a reader saves; minus infinity where it would have too many operands."""
+        if (self.by_rows[op] and self.takes[user]) or (self.takes[op] and self.by_rows[user]):
+            return float("-inf")
         reads = self.together(op, user)
         if len(reads) + len(self.graph.ops[user].outputs) > max(MOST_BUFFERS, len(self.reads[user]) + 1):
             return float("-inf")
@@ -201,6 +205,8 @@ class _Kernels:
             self.reads[user] = self.together(op, user)
             self.used[user] = self.used_together(op, user)
             self.within[user] = min(self.within[op], self.within[user])
+            self.by_rows[user] |= self.by_rows[op]
+            self.takes[user] |= self.takes[op]
         for operand in self.reads[op]:
             if op not in self.viewed:
                 self.users[operand].discard(op)

@@ -14,6 +14,7 @@ from remat_opt.compilers.gpu_convolution_reader import ConvolutionReader
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_products import Merged, merged_products
+from remat_opt.compilers.gpu_rows import Rows
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
 from remat_opt.graph.build import PeakOfBody, bytes_of, op_of, workspace_of
 from remat_opt.graph.cost import Rates
@@ -47,6 +48,7 @@ class GpuReader(ConvolutionReader):
         self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
 
         self.orders = Orders(program, self.producer, self.readers, self.constants)
+        self.rows = Rows(program, self.producer, self.readers, self.constants)
 
     def prepare(self) -> None:
         self.merged = {index: one for one in merged_products(self.program) for index in one.equations}
@@ -94,7 +96,14 @@ class GpuReader(ConvolutionReader):
             return [dataclasses.replace(op, kind=Kind.ELEMENTWISE)]
         if equation.primitive is P.rev_p:  # neighbours in the result are none in the operand
             return [dataclasses.replace(op, of_views=True)]
+        if op.kind is Kind.ELEMENTWISE and not more:
+            return [self.by_rows(equation, op)]
         return [op, *more]
+
+    def by_rows(self, equation: Equation, op: Op) -> Op:
+        """Elementwise work, which reads whole rows where reductions of these are done in the same kernel."""
+        source = self.rows.source(equation)
+        return op if source is None else dataclasses.replace(op, moved_of=self.behind([source]))
 
     def finish(self) -> None:
         self.read_copies_in_updates()

@@ -232,7 +232,8 @@ def merge(
         chain = tuple(dict.fromkeys(o for value in op.inputs if value not in whole for o in chains.get(value, ())))
         by_dear, beside = arithmetic.of(op, whole)
         virtually = (v for value in op.inputs if value not in whole for v in moved.get(value, ()))
-        elsewhere = inputs if op.name in MOVING else tuple(dict.fromkeys(virtually))
+        moving = (v for value in op.moved_of for v in sources.get(value, (value,)))
+        elsewhere = inputs if op.name in MOVING else tuple(dict.fromkeys((*virtually, *moving)))
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
                 sources[value], chains[value], virtual[value] = inputs, (*chain, index), index

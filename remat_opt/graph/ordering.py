@@ -24,12 +24,21 @@ LOOPS = frozenset({"scan", "while"})
 NUMBERS = 4096  # bytes: one tile
 
 
-def order_of(graph: Graph, platform: str, saving_memory: bool) -> tuple[int, ...]:
-    """The order in which a platform's compiler runs a step's kernels."""
+def order_of(
+    graph: Graph, platform: str, saving_memory: bool, peak: Callable[[Graph], int] = peak_of
+) -> tuple[int, ...]:
+    """The order in which a platform's compiler runs a step's kernels.
+
+    Args:
+        graph: of kernels.
+        platform: "cpu", "cuda" or "tpu".
+        saving_memory: whether the compiler is asked to.
+        peak: bytes of a graph in an order, by which orders are compared.
+    """
     if platform == "cpu":
         return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform in ("cuda", "rocm"):
-        return min((greedy(graph), depth_first(graph)), key=lambda order: peak_of(in_order(graph, order)))
+        return min((greedy(graph), depth_first(graph)), key=lambda order: peak(in_order(graph, order)))
     return _numbers_last(graph, early_order(graph))
 
 

@@ -1,0 +1,97 @@
+"""What XLA's GPU compiler computes row by row: arithmetic on an array and a reduction of each of its rows, as in a softmax
+or a normalisation, is one kernel, which reads a row once (`softmax_rewriter_triton.cc`).
+
+A row has to fit into a multiprocessor's registers. Such a kernel is fused on into what reads it, as long as that can be
+computed by rows, too; and where it is, it writes over nothing that it reads rows of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Mapping, Sequence
+
+from jax.extend.core import primitives as P
+
+from remat_opt.compilers.equations import RESHAPING
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.primitives import ELEMENTWISE, MOVES, named
+
+_REDUCTIONS = named("reduce_sum reduce_max reduce_min")
+# Numbers in a row, as it is padded to a power of two: four tenths of the registers of a multiprocessor
+# (`gpu_indexing_performance_model.cc`).
+_LONGEST_ROW = 16384
+
+
+class Rows:
+    """The arithmetic on rows in a program.
+
+    Args:
+        program: of equations.
+        producer: for each value the equation that makes it.
+        readers: for each value the equations that read it.
+        constants: values that are no buffers.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        producer: Mapping[int, Equation],
+        readers: Mapping[int, Sequence[Equation]],
+        constants: Container[int],
+    ):
+        self.program = program
+        self.producer = producer
+        self.readers = readers
+        self.constants = constants
+        self.returned = frozenset(x for x in program.outputs if isinstance(x, int))
+
+    def source(self, equation: Equation) -> int | None:
+        """For arithmetic on an array and a reduction of its rows that array; None of all other equations."""
+        if equation.primitive not in ELEMENTWISE or equation.primitive in MOVES or len(equation.inputs) != 2:
+            return None
+        whole, spread = equation.inputs
+        if not isinstance(whole, int) or not isinstance(spread, int) or whole == spread:
+            return None
+        reduction = self._reduction_behind(spread)
+        if reduction is None:
+            return None
+        (source,) = reduction.inputs
+        assert isinstance(source, int)
+        while self._is_read_once(source) and (before := self._before(source)) is not None:
+            source = before
+        while whole != source:
+            before = self._before(whole)
+            if before is None or not self._is_read_once(whole):
+                return None
+            whole = before
+        return source
+
+    def _reduction_behind(self, spread: int) -> Equation | None:
+        """The reduction of rows that is spread over them again, and that nothing else reads."""
+        while self._is_read_once(spread):
+            equation = self.producer.get(spread)
+            if equation is not None and equation.primitive in _REDUCTIONS:
+                (operand,) = equation.inputs
+                if not isinstance(operand, int) or operand in self.constants:
+                    return None
+                shape = self.program.avals[operand].shape
+                is_of_rows = tuple(equation.params["axes"]) == (len(shape) - 1,)
+                return equation if is_of_rows and 1 < shape[-1] <= _LONGEST_ROW else None
+            before = self._before(spread)
+            if before is None:
+                return None
+            spread = before
+        return None
+
+    def _is_read_once(self, value: int) -> bool:
+        return len(self.readers.get(value, ())) == 1 and value not in self.returned
+
+    def _before(self, value: int) -> int | None:
+        """What a value is made of, by arithmetic on that alone or by giving it another shape."""
+        equation = self.producer.get(value)
+        if equation is None or len(equation.outputs) != 1 or value in self.constants:
+            return None
+        if equation.primitive not in ELEMENTWISE and equation.primitive not in RESHAPING:
+            return None
+        read = {x for x in equation.inputs if isinstance(x, int) and x not in self.constants}
+        others = [x for x in equation.inputs if isinstance(x, Constant) or x in self.constants]
+        return next(iter(read)) if len(read) == 1 and len(others) < 2 else None
