@@ -92,7 +92,7 @@ class _Kernels:
             self.written.append(made)
             self.used.append(own.used)
             self.within.append(own.within)
-        self.by_rows = [bool(op.moved_of) for op in graph.ops]  # kernels that reduce rows, too (`gpu_rows.py`)
+        self.by_rows = [bool(op.rows_of) for op in graph.ops]  # kernels that reduce rows, too (`gpu_rows.py`)
         self.takes = [op.name == P.gather_p.name for op in graph.ops]  # kernels that take elements from anywhere
         self.users: list[set[int]] = [set(users) for users in graph.users]
         self.copied: set[int] = set()  # buffers that only products read: kernels compute them again

@@ -101,9 +101,12 @@ class GpuReader(ConvolutionReader):
         return [op, *more]
 
     def by_rows(self, equation: Equation, op: Op) -> Op:
-        """Elementwise work, which reads whole rows where reductions of these are done in the same kernel."""
+        """Elementwise work, which reads whole rows where reductions of these are done in the same kernel. They are
+        looked for among arrays only that lie in their own order."""
         source = self.rows.source(equation)
-        return op if source is None else dataclasses.replace(op, moved_of=self.behind([source]))
+        if source is None or self.orders.of(equation.outputs[0]) is not None:
+            return op
+        return dataclasses.replace(op, rows_of=self.behind([source]))
 
     def finish(self) -> None:
         self.read_copies_in_updates()

@@ -1,15 +1,13 @@
-"""What XLA's GPU compiler computes row by row: arithmetic on an array and a reduction of each of its rows, as in a softmax
-or a normalisation, is one kernel, which reads a row once (`softmax_rewriter_triton.cc`).
+"""What XLA's GPU compiler computes row by row: arithmetic on an array and a reduction of each of its rows, as in a
+softmax or a normalisation, is one kernel, which reads a row once (`softmax_rewriter_triton.cc`).
 
 A row has to fit into a multiprocessor's registers. Such a kernel is fused on into what reads it, as long as that can be
-computed by rows, too; and where it is, it writes over nothing that it reads rows of.
+computed by rows, too, and a kernel that it is a part of is written over nothing of which it reads rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
-
-from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import RESHAPING
 from remat_opt.program.inline import Constant, Equation, Program

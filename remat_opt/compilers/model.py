@@ -97,7 +97,7 @@ def compiled(
         graph = reader.in_tiles(fuse(reader.in_tiles(unfused, narrow=False), by_kernels=True).graph)
     else:
         graph = fuse(unfused, by_kernels=True).graph
-    order = ordering.order_of(graph, platform, saving_memory, lambda one: (peak_of(one), peak_of(sharing_places(one, platform))))
+    order = ordering.order_of(graph, platform, saving_memory, lambda one: sharing_places(one, platform))
     ordered = ordering.in_order(graph, order)
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
@@ -153,7 +153,7 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         if op.kind is not Kind.ELEMENTWISE or op.of_views or op.changed_later or is_pad:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
-        taken = {*behind, *op.moved_of} if platform == "cpu" or platform in GPUS else behind
+        taken = {*behind, *op.moved_of} if platform == "cpu" else {*behind, *op.rows_of}
         free = [v for v in op.inputs if last[v] == index and v not in kept and v not in taken]
         for value in op.outputs:
             fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]

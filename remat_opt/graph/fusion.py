@@ -219,6 +219,7 @@ def merge(
     chains: dict[int, tuple[int, ...]] = {}  # for a virtual value the ops that make it from its sources
     virtual: dict[int, int] = {}
     moved: dict[int, tuple[int, ...]] = {}  # for a virtual value what it is made of that lies at other places
+    by_rows: dict[int, tuple[int, ...]] = {}  # for a virtual value what it is made of whose rows are reduced, too
     arithmetic = _DearArithmetic()
     kernels: list[Op] = []
     op_of: list[int] = []
@@ -232,23 +233,39 @@ def merge(
         chain = tuple(dict.fromkeys(o for value in op.inputs if value not in whole for o in chains.get(value, ())))
         by_dear, beside = arithmetic.of(op, whole)
         virtually = (v for value in op.inputs if value not in whole for v in moved.get(value, ()))
-        moving = (v for value in op.moved_of for v in sources.get(value, (value,)))
-        elsewhere = inputs if op.name in MOVING else tuple(dict.fromkeys((*virtually, *moving)))
+        elsewhere = inputs if op.name in MOVING else tuple(dict.fromkeys(virtually))
+        of_rows = tuple(
+            dict.fromkeys(
+                (
+                    *(v for value in op.rows_of for v in sources.get(value, (value,))),
+                    *(v for value in op.inputs if value not in whole for v in by_rows.get(value, ())),
+                )
+            )
+        )
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
                 sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
-                moved[value] = elsewhere
+                moved[value], by_rows[value] = elsewhere, of_rows
                 arithmetic.reads[value] = by_dear, beside
             continue
         for value in op.outputs:
             if value in copied:
-                sources[value], chains[value], moved[value] = inputs, (*chain, index), elsewhere
+                sources[value], chains[value] = inputs, (*chain, index)
+                moved[value], by_rows[value] = elsewhere, of_rows
                 arithmetic.reads[value] = by_dear, beside
         flops = op.flops + sum(graph.ops[o].flops for o in chain)
         workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
         twice = tuple(value for value in inputs if value in by_dear and value in beside)
         kernels.append(
-            dataclasses.replace(op, inputs=inputs, flops=flops, workspace=workspace, dear_of=twice, moved_of=elsewhere)
+            dataclasses.replace(
+                op,
+                inputs=inputs,
+                flops=flops,
+                workspace=workspace,
+                dear_of=twice,
+                moved_of=elsewhere,
+                rows_of=of_rows,
+            )
         )
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)

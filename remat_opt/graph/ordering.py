@@ -25,7 +25,7 @@ NUMBERS = 4096  # bytes: one tile
 
 
 def order_of(
-    graph: Graph, platform: str, saving_memory: bool, peak: Callable[[Graph], int] = peak_of
+    graph: Graph, platform: str, saving_memory: bool, sharing: Callable[[Graph], Graph] = lambda graph: graph
 ) -> tuple[int, ...]:
     """The order in which a platform's compiler runs a step's kernels.
 
@@ -33,12 +33,16 @@ def order_of(
         graph: of kernels.
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to.
-        peak: bytes of a graph in an order, by which orders are compared.
+        sharing: a graph in an order with what kernels write over their operands: of two orders with one peak that is
+            taken which peaks lower so.
     """
     if platform == "cpu":
         return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform in ("cuda", "rocm"):
-        return min((greedy(graph), depth_first(graph)), key=lambda order: peak(in_order(graph, order)))
+        first, second = greedy(graph), depth_first(graph)
+        in_first, in_second = in_order(graph, first), in_order(graph, second)
+        saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
+        return second if saved > 0 else first
     return _numbers_last(graph, early_order(graph))
 
 
