@@ -181,6 +181,19 @@ def test_least_memory_of_a_clear_case_needs_no_compilation() -> None:
     assert len(compiled) == before
 
 
+@pytest.mark.parametrize(("target", "asked"), [("cpu", False), ("v5e", True)])
+def test_for_a_tpu_the_compiler_is_asked_in_clear_cases_too(
+    target: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def more_than_as_given(decider: Decider, found: Any) -> Any:
+        temp_bytes = 1000 if found is None else 1100
+        return Figures(temp_bytes, 0, 0, 0, 0, None, 0.0, target, "", "", autotuned=False)
+
+    monkeypatch.setattr(Decider, "foreseen", lambda decider, found: int(0.3 * decider.given.as_given))
+    monkeypatch.setattr(Decider, "measure", more_than_as_given)
+    assert optimize(step, target=target).plan(PARAMS, X).is_plain is asked
+
+
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_hundredth_is_no_gain_by_whoever_has_the_last_word(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     def foreseen(decider: Decider, found: Any) -> int:

@@ -104,9 +104,11 @@ def test_a_distance_from_the_mean_is_computed_from_the_rows() -> None:
     [
         (lambda x: x - x.mean(0), (64, 512)),  # of columns
         (lambda x: x - x.mean(-1, keepdims=True), (4, 20_000)),  # too long for the registers
+        (lambda x: x - x.mean(-1), (64, 64)),  # spread over columns
+        (lambda x: x.T - x.mean(-1, keepdims=True), (64, 64)),  # of another array
         (lambda x: x.mean(-1, keepdims=True) - x, (64, 512)),  # the compiler looks at the second operand alone
     ],
-    ids=["columns", "long", "the other way round"],
+    ids=["columns", "long", "spread over columns", "transposed", "the other way round"],
 )
 def test_other_arithmetic_is_not(fun: Callable, shape: tuple[int, ...]) -> None:
     assert rows_of(fun, *shape) == {}

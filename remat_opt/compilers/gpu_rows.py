@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 
+from jax.extend.core import primitives as P
+
 from remat_opt.compilers.equations import RESHAPING
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE, MOVES, named
 
 _REDUCTIONS = named("reduce_sum reduce_max reduce_min")
+_IN_PLACE = (ELEMENTWISE - MOVES) | RESHAPING | named("copy name stop_gradient")
 # Numbers in a row, as it is padded to a power of two: four tenths of the registers of a multiprocessor
 # (`gpu_indexing_performance_model.cc`).
 _LONGEST_ROW = 16384
@@ -54,10 +57,10 @@ class Rows:
             return None
         (source,) = reduction.inputs
         assert isinstance(source, int)
-        while self._is_read_once(source) and (before := self._before(source)) is not None:
+        while self._is_read_once(source) and (before := self._alike(source)) is not None:
             source = before
         while whole != source:
-            before = self._before(whole)
+            before = self._alike(whole)
             if before is None or not self._is_read_once(whole):
                 return None
             whole = before
@@ -83,13 +86,31 @@ class Rows:
     def _is_read_once(self, value: int) -> bool:
         return len(self.readers.get(value, ())) == 1 and value not in self.returned
 
+    def _alike(self, value: int) -> int | None:
+        """The same as `_before`, of as many numbers."""
+        before = self._before(value)
+        return before if before is not None and self._size(before) == self._size(value) else None
+
+    def _size(self, value: int) -> int:
+        return self.program.avals[value].size
+
     def _before(self, value: int) -> int | None:
-        """What a value is made of, by arithmetic on that alone or by giving it another shape."""
+        """What a value is made of, by arithmetic on that alone, by giving it another shape or by spreading it over
+        rows."""
         equation = self.producer.get(value)
-        if equation is None or len(equation.outputs) != 1 or value in self.constants:
-            return None
-        if equation.primitive not in ELEMENTWISE and equation.primitive not in RESHAPING:
+        if equation is None or equation.primitive not in _IN_PLACE or value in self.constants:
             return None
         read = {x for x in equation.inputs if isinstance(x, int) and x not in self.constants}
         others = [x for x in equation.inputs if isinstance(x, Constant) or x in self.constants]
-        return next(iter(read)) if len(read) == 1 and len(others) < 2 else None
+        if len(read) != 1 or len(others) > 1 or _is_spread_over_columns(equation, self.program):
+            return None
+        return next(iter(read))
+
+
+def _is_spread_over_columns(equation: Equation, program: Program) -> bool:
+    """Whether the last dimension of an array stays the last, and others are added before it."""
+    if equation.primitive is not P.broadcast_in_dim_p or not isinstance(equation.inputs[0], int):
+        return False
+    axes, shape = equation.params["broadcast_dimensions"], program.avals[equation.inputs[0]].shape
+    rank = len(equation.params["shape"])
+    return bool(axes) and axes[-1] == rank - 1 and shape[-1] > 1
