@@ -51,9 +51,8 @@ def optimize(
         target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
-        verify: compile to check budgets, and without a budget, where it is not clear from what is foreseen, and always
-            for a TPU, that less is needed than for the step as given. False plans without compiling and promises
-            nothing.
+        verify: compile to check budgets, and without a budget where what is foreseen leaves it open whether less is
+            needed than for the step as given. False plans without compiling and promises nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
             entered, and the search is free to choose better.
         on_error: "raise", or "plain" to run the step as given, with a warning, where planning fails.

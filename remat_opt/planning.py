@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from remat_opt.compilers.tpu import ON_CHIP
 from remat_opt.deciding import Decider, Decision, Measure, versions
 from remat_opt.forms import Found
 from remat_opt.graph.derive import Choice
@@ -26,6 +27,7 @@ MOST_FORESEEN = 8  # schedules of about the least peak
 MOST_EQUATIONS_FORESEEN = 40_000  # of all of these together: some 25 seconds
 ABOUT_AS_LITTLE = 1.005  # times the least that is foreseen
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
+TOO_CLOSE_ON_A_TPU = 0.5
 
 
 def decide(prepared: Prepared, settings: Settings, measure: Measure | None) -> Decision:
@@ -83,11 +85,7 @@ def least_memory(decider: Decider) -> Decision:
                 "was given (not compiled while planning; verify=True asks the compiler)"
             )
         return decider.decision(found)
-    # With the user's own checkpoints the step as given may need less than our model of it without them says.
-    clear = found.peak <= TOO_CLOSE_TO_CALL * decider.given.peak_in_order
-    clear = clear and decider.foreseen(found) <= TOO_CLOSE_TO_CALL * decider.given.as_given
-    clear = clear and not decider.given.captured.program.entered_checkpoints
-    clear = clear and decider.given.target.platform != "tpu"  # there the model has been wrong by more than that
+    clear = is_clear(decider, found)
     if clear and candidates[0].is_the_same_as(found):
         return decider.decision(found)
     return by_the_compiler(decider, candidates, compare_with_plain=not clear)
@@ -115,6 +113,19 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
 def _cheaper(others: Sequence[Found], found: Found) -> list[Found]:
     """Those of other schedules that have no more FLOPs."""
     return [one for one in others if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
+
+
+def is_clear(decider: Decider, found: Found) -> bool:
+    """Whether a schedule needs less than the step as it was given by whatever a compiler says."""
+    given = decider.given
+    # With the user's own checkpoints the step as given may need less than our model of it without them says.
+    if given.captured.program.entered_checkpoints:
+        return False
+    is_tpu = given.target.platform == "tpu"
+    if is_tpu and given.as_given <= ON_CHIP:  # which arrays lie there is hardest to foresee, and decides
+        return False
+    part = TOO_CLOSE_ON_A_TPU if is_tpu else TOO_CLOSE_TO_CALL
+    return found.peak <= part * given.peak_in_order and decider.foreseen(found) <= part * given.as_given
 
 
 def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:

@@ -182,7 +182,7 @@ def test_least_memory_of_a_clear_case_needs_no_compilation() -> None:
 
 
 @pytest.mark.parametrize(("target", "asked"), [("cpu", False), ("v5e", True)])
-def test_for_a_tpu_the_compiler_is_asked_in_clear_cases_too(
+def test_the_compiler_is_asked_about_what_fits_on_a_tpus_chip(
     target: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def more_than_as_given(decider: Decider, found: Any) -> Any:
