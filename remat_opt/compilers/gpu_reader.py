@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
@@ -16,12 +16,11 @@ from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_rows import Rows
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
-from remat_opt.graph.build import PeakOfBody, bytes_of, op_of, workspace_of
-from remat_opt.graph.cost import Rates
+from remat_opt.graph.build import bytes_of, op_of, workspace_of
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.ordering import behind_operands
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.masks import is_zero
 from remat_opt.program.primitives import ELEMENTWISE, MOVES
 
@@ -31,27 +30,16 @@ _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 class GpuReader(ConvolutionReader):
     """Equations as the ops of a GPU's compiler."""
 
-    def __init__(
-        self,
-        program: Program,
-        rates: Rates,
-        platform: str,
-        peak_of_body: PeakOfBody | None = None,
-        loop: tuple[int, int] | None = None,
-        bodies: Mapping[int, tuple[tuple[int, int, int], ...]] | None = None,
-    ):
-        super().__init__(program, rates, platform, peak_of_body, loop, bodies)
-        self.merged: dict[int, Merged] = {}  # products that are one, by equation
-        self.members: dict[int, Op] = {}  # by equation
+    def prepare(self) -> None:
+        self.merged: dict[int, Merged] = {
+            index: one for one in merged_products(self.program) for index in one.equations
+        }
+        self.members: dict[int, Op] = {}  # products that become one, by equation
         self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
         self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
-
-        self.orders = Orders(program, self.producer, self.readers, self.constants)
-        self.rows = Rows(program, self.producer, self.readers, self.constants)
-
-    def prepare(self) -> None:
-        self.merged = {index: one for one in merged_products(self.program) for index in one.equations}
+        self.orders = Orders(self.program, self.producer, self.readers, self.constants)
+        self.rows = Rows(self.program, self.producer, self.readers, self.constants)
 
     def is_renamed(self, equation: Equation) -> bool:
         return moves_ones_only(equation, self.program) or super().is_renamed(equation)

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import Lives, simulate
+from remat_opt.graph.liveness import Lives, most_live, simulate
 from remat_opt.graph.schedule import save_everything
 
 OF_BODIES = frozenset({"scan", "while", "cond"})  # ops whose workspace is that of programs of their own
@@ -59,7 +58,8 @@ def pack(graph: Graph, shared: Mapping[int, int], *, only_longest_first: bool) -
     """
     if not graph.ops:
         return Allocation(0, 0)
-    chunks, live = _chunks(graph, shared), _most_live(_chunks(graph, shared, with_bodies=True))
+    chunks, every = _chunks(graph, shared), _chunks(graph, shared, with_bodies=True)
+    live = most_live(every.size, every.birth, every.death)
     lived = chunks.death - chunks.birth
     if only_longest_first:
         heights = [_height(chunks, np.lexsort((chunks.birth, -chunks.size, -about))) for about in _disturbed(lived)]
@@ -163,7 +163,7 @@ def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> tuple[frozenset
     for at, op in enumerate(ops):
         if op.inside:
             inside = tuple(beside.get(at, ()))
-            less = max(_most_at_once(op.inside) - _most_at_once(inside), 0)
+            less = max(_most_inside(op.inside) - _most_inside(inside), 0)
             ops[at] = dataclasses.replace(op, inside=inside, workspace=op.workspace - less)
     return frozenset(found), tuple(ops)
 
@@ -188,10 +188,9 @@ def _from_the_largest(
     return sorted(every, key=lambda one: (-one[0], one[1]))
 
 
-def _most_at_once(buffers: Sequence[tuple[int, int, int]]) -> int:
-    """The most bytes of some buffers at one moment."""
-    change = [(first, size) for size, first, _ in buffers] + [(last + 1, -size) for size, _, last in buffers]
-    return max(itertools.accumulate(size for _, size in sorted(change)), default=0)
+def _most_inside(buffers: Sequence[tuple[int, int, int]]) -> int:
+    """The most bytes of a loop's buffers that are live at one moment."""
+    return most_live(*np.array(buffers, dtype=np.int64).reshape(-1, 3).T)
 
 
 @dataclasses.dataclass
@@ -271,11 +270,3 @@ def places(chunks: Chunks, order: np.ndarray, capacity: int | None = None) -> np
 def _height(chunks: Chunks, order: np.ndarray) -> int:
     """Bytes up to the end of the highest chunk."""
     return int((places(chunks, order) + chunks.size).max(initial=0))
-
-
-def _most_live(chunks: Chunks) -> int:
-    """The most bytes that are live at once."""
-    change = np.zeros(2 * len(chunks.size) + 1, dtype=np.int64)
-    change[chunks.birth] = chunks.size
-    change[chunks.death] = -chunks.size
-    return int(change.cumsum().max(initial=0))

@@ -23,7 +23,8 @@ a kernel reads them, so that none is ever carried across a barrier.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
+from typing import NamedTuple
 
 from remat_opt.graph.graph import Graph, Kind, Op
 
@@ -215,61 +216,64 @@ def merge(
             again from what they are made of.
         sums: as of `Fusion`.
     """
-    sources: dict[int, tuple[int, ...]] = {}
-    chains: dict[int, tuple[int, ...]] = {}  # for a virtual value the ops that make it from its sources
+    made: dict[int, _Virtual] = {}
     virtual: dict[int, int] = {}
-    moved: dict[int, tuple[int, ...]] = {}  # for a virtual value what it is made of that lies at other places
-    by_rows: dict[int, tuple[int, ...]] = {}  # for a virtual value what it is made of whose rows are reduced, too
     arithmetic = _DearArithmetic()
     kernels: list[Op] = []
     op_of: list[int] = []
     for index, op in enumerate(graph.ops):
         whole = copied if reads_buffers(op) else copied & held_by(graph, op) if copied else ()
-        inputs = tuple(
-            dict.fromkeys(
-                v for value in op.inputs for v in ((value,) if value in whole else sources.get(value, (value,)))
-            )
-        )
-        chain = tuple(dict.fromkeys(o for value in op.inputs if value not in whole for o in chains.get(value, ())))
+        read = {value: _BUFFER if value in whole else made.get(value, _BUFFER) for value in op.inputs}
+        inputs = _each_once((value,) if one is _BUFFER else one.sources for value, one in read.items())
+        chain = _each_once(one.chain for one in read.values())
+        moved = inputs if op.name in MOVING else _each_once(one.moved for one in read.values())
+        own_rows = (made[value].sources if value in made else (value,) for value in op.rows_of)
+        rows = _each_once((*own_rows, *(one.rows for one in read.values())))
         by_dear, beside = arithmetic.of(op, whole)
-        virtually = (v for value in op.inputs if value not in whole for v in moved.get(value, ()))
-        elsewhere = inputs if op.name in MOVING else tuple(dict.fromkeys(virtually))
-        of_rows = tuple(
-            dict.fromkeys(
-                (
-                    *(v for value in op.rows_of for v in sources.get(value, (value,))),
-                    *(v for value in op.inputs if value not in whole for v in by_rows.get(value, ())),
-                )
-            )
-        )
-        if op.outputs and not any(stored[value] for value in op.outputs):
-            for value in op.outputs:
-                sources[value], chains[value], virtual[value] = inputs, (*chain, index), index
-                moved[value], by_rows[value] = elsewhere, of_rows
-                arithmetic.reads[value] = by_dear, beside
-            continue
+        is_virtual = bool(op.outputs) and not any(stored[value] for value in op.outputs)
         for value in op.outputs:
-            if value in copied:
-                sources[value], chains[value] = inputs, (*chain, index)
-                moved[value], by_rows[value] = elsewhere, of_rows
+            if is_virtual or value in copied:
+                made[value] = _Virtual(inputs, (*chain, index), moved, rows)
                 arithmetic.reads[value] = by_dear, beside
-        flops = op.flops + sum(graph.ops[o].flops for o in chain)
-        workspace = op.workspace + max((graph.ops[o].workspace for o in chain), default=0)  # one after the other
-        twice = tuple(value for value in inputs if value in by_dear and value in beside)
-        kernels.append(
-            dataclasses.replace(
-                op,
-                inputs=inputs,
-                flops=flops,
-                workspace=workspace,
-                dear_of=twice,
-                moved_of=elsewhere,
-                rows_of=of_rows,
-            )
+        if is_virtual:
+            virtual.update(dict.fromkeys(op.outputs, index))
+            continue
+        kernel = dataclasses.replace(
+            op,
+            inputs=inputs,
+            flops=op.flops + sum(graph.ops[o].flops for o in chain),
+            workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
+            dear_of=tuple(value for value in inputs if value in by_dear and value in beside),
+            moved_of=moved,
+            rows_of=rows,
         )
+        kernels.append(kernel)
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
     return Fusion(fused, tuple(op_of), virtual, sums)
+
+
+class _Virtual(NamedTuple):
+    """What a value is that is no buffer.
+
+    Attributes:
+        sources: buffers that it is made of.
+        chain: ops that make it from these.
+        moved: sources that lie at other places.
+        rows: sources whose rows are reduced, too.
+    """
+
+    sources: tuple[int, ...]
+    chain: tuple[int, ...]
+    moved: tuple[int, ...]
+    rows: tuple[int, ...]
+
+
+_BUFFER = _Virtual((), (), (), ())
+
+
+def _each_once(lists: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(dict.fromkeys(value for values in lists for value in values))
 
 
 class _DearArithmetic:

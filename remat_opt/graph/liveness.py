@@ -123,11 +123,27 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     ops, positions, end = _positions(graph, schedule)
     lives = _lives(graph, ops, positions, end)
     _share_places(graph, lives)
-    change = np.bincount(lives.birth, lives.size, minlength=end + 2)
-    change -= np.bincount(lives.death + 1, lives.size, minlength=end + 2)
-    live = np.cumsum(change.astype(np.int64))[: end + 1]
+    live = bytes_live(lives.size, lives.birth, lives.death, end)
     live[positions] += graph.workspaces[ops]
     return Liveness(live, lives)
+
+
+def bytes_live(size: np.ndarray, birth: np.ndarray, death: np.ndarray, end: int) -> np.ndarray:
+    """Bytes of some buffers that are live at each position up to `end`.
+
+    Args:
+        size: bytes of each buffer.
+        birth, death: the first and the last position at which it is live.
+        end: the last position.
+    """
+    change = np.bincount(birth, size, minlength=end + 2)
+    change -= np.bincount(death + 1, size, minlength=end + 2)
+    return np.cumsum(change.astype(np.int64))[: end + 1]
+
+
+def most_live(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> int:
+    """The most bytes of some buffers that are live at one position; arguments as of `bytes_live`."""
+    return int(bytes_live(size, birth, death, int(death.max(initial=0))).max(initial=0))
 
 
 def peak_of(graph: Graph) -> int:
