@@ -48,6 +48,7 @@ def to_markdown(table: str, target: str, rows: Sequence[Row], results: Results) 
         "## Ours, the least memory for at most one more forward pass",
         "",
         *_grid(OURS_COLUMNS, [_our_row(row, results[row.key]) for row in shown if LEAST in results[row.key]]),
+        *_beside_their_programs(shown, results),
         *_failures(shown, results),
     ]
     return "\n".join(lines) + "\n"
@@ -174,6 +175,29 @@ def _our_row(row: Row, results: dict[str, Result]) -> list[str]:
         _percent(published and published.extra_time, "+"),
         ours.get("jax_version", "–"),
     ]
+
+
+def _beside_their_programs(rows: Sequence[Row], results: Results) -> list[str]:
+    """Ours as compiled, and what the sources' own programs say of their own graphs."""
+    grid = []
+    for row in rows:
+        theirs = row.published
+        if theirs is None or theirs.in_theory_mb is None or LEAST not in results[row.key]:
+            continue
+        plain, least = theirs.in_theory_mb
+        ours = [row.key, _memory(results[row.key][LEAST]), _percent(cut_of(results[row.key]))]
+        grid.append(
+            [*ours, _shown(plain), _shown(least), _percent(1 - least / plain), _shown(theirs.by_partitioner_mb)]
+        )
+    if not grid:
+        return []
+    said = (
+        "Feng & Huang's solver says what checkpoints and the largest segment of its graph take, and ignores gradients; "
+        "the other is the lowest peak of PyTorch 2.13's min-cut partitioner at any `activation_memory_budget`, by a "
+        "liveness walk over its graphs with gradients and without parameters. Ours is what the compiler allocates."
+    )
+    columns = ["network", "ours, MB", "cut", "their plain, MB", "their solver, MB", "cut", "PyTorch's partitioner, MB"]
+    return ["", "## Beside the sources' own programs", "", said, "", *_grid(columns, grid)]
 
 
 def _shown(value: float | None, scale: float = 1.0, digits: int = 0) -> str:

@@ -34,12 +34,19 @@ class Published:
         optimized_mb: the same of its own method; None likewise.
         cut: the part of the memory that it saves.
         extra_time: what that costs, as a part of the plain step's time; None where it does not say.
+        in_theory_mb: MB that the source's own solver says for its own graph, plain and optimised: checkpoints and the
+            largest segment, without gradients; None where it was not run.
+        by_partitioner_mb: the lowest peak in MB that PyTorch 2.13's min-cut partitioner reaches at any
+            `activation_memory_budget`, by a liveness walk over its graphs with gradients and without parameters; None
+            where it was not run.
     """
 
     cut: float
     plain_mb: float | None = None
     optimized_mb: float | None = None
     extra_time: float | None = None
+    in_theory_mb: tuple[float, float] | None = None
+    by_partitioner_mb: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,8 +75,29 @@ class Row:
 
 
 def _feng_huang(network: str, plain: int, theirs: int, cut: int, time: int) -> Row:
-    return Row(network, published=Published(cut / 100, plain, theirs, time / 100))
+    in_theory = _IN_THEORY.get(network)
+    in_theory_mb = None if in_theory is None else (in_theory[0] * _MEBIBYTE, in_theory[1] * _MEBIBYTE)
+    lowest = _BY_PARTITIONER.get(network)
+    by_partitioner_mb = None if lowest is None else lowest * _MEBIBYTE
+    return Row(network, published=Published(cut / 100, plain, theirs, time / 100, in_theory_mb, by_partitioner_mb))
 
+
+_MEBIBYTE = 2**20 / 1e6
+# What the sources' own programs say, run on the same networks, batches and sizes; MiB.
+_IN_THEORY = {
+    "alexnet": (2899, 1065),
+    "vgg16": (3720, 1813),
+    "resnet18": (5024, 1960),
+    "resnet34": (3737, 1054),
+    "resnet50": (5146, 1470),
+    "resnet101": (3822, 833),
+    "resnet152": (2683, 466),
+    "densenet121": (4061, 737),
+    "densenet161": (3775, 588),
+    "densenet201": (3149, 442),
+    "inception_v3": (2880, 658),
+}
+_BY_PARTITIONER = {"resnet50": 2730, "densenet121": 752}
 
 # Feng & Huang, table of their repository: batches and sizes are those of the examples.
 FENG_HUANG = (
