@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt import optimize
+from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_rows import Rows
 from remat_opt.program.inline import Equation, inline
 from remat_opt.targets import measure_flat
@@ -86,7 +87,7 @@ def rows_of(fun: Callable, *shape: int) -> dict[str, int | None]:
     for equation in program.equations:
         for value in {x for x in equation.inputs if isinstance(x, int)}:
             readers.setdefault(value, []).append(equation)
-    rows = Rows(program, producer, readers, frozenset(value for value, _ in program.constants))
+    rows = Rows(Orders(program, producer, readers, frozenset(value for value, _ in program.constants)))
     found = {one.primitive.name: rows.source(one) for one in program.equations}
     return {name: source for name, source in found.items() if source is not None}
 

@@ -175,7 +175,8 @@ class _Kernels:
         return min(self.used[op], self.used[user], self.within[op] if is_joined else 1.0)
 
     def gain(self, op: int, user: int) -> float:
-        """Seconds that a reader saves; minus infinity where it would have too many operands."""
+        """Seconds that a reader saves; minus infinity where it would have too many operands, or read rows and take
+        elements from anywhere."""
         if (self.by_rows[op] and self.takes[user]) or (self.takes[op] and self.by_rows[user]):
             return float("-inf")
         reads = self.together(op, user)

@@ -39,7 +39,7 @@ class GpuReader(ConvolutionReader):
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
         self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
         self.orders = Orders(self.program, self.producer, self.readers, self.constants)
-        self.rows = Rows(self.program, self.producer, self.readers, self.constants)
+        self.rows = Rows(self.orders)
 
     def is_renamed(self, equation: Equation) -> bool:
         return moves_ones_only(equation, self.program) or super().is_renamed(equation)
@@ -89,12 +89,9 @@ class GpuReader(ConvolutionReader):
         return [op, *more]
 
     def by_rows(self, equation: Equation, op: Op) -> Op:
-        """Elementwise work, which reads whole rows where reductions of these are done in the same kernel. They are
-        looked for among arrays only that lie in their own order."""
+        """Elementwise work, which reads whole rows where reductions of these are done in the same kernel."""
         source = self.rows.source(equation)
-        if source is None or self.orders.of(equation.outputs[0]) is not None:
-            return op
-        return dataclasses.replace(op, rows_of=self.behind([source]))
+        return op if source is None else dataclasses.replace(op, rows_of=self.behind([source]))
 
     def finish(self) -> None:
         self.read_copies_in_updates()

@@ -7,11 +7,10 @@ computed by rows, too, and a kernel that it is a part of is written over nothing
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import RESHAPING
+from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE, MOVES, named
 
@@ -26,24 +25,16 @@ class Rows:
     """The arithmetic on rows in a program.
 
     Args:
-        program: of equations.
-        producer: for each value the equation that makes it.
-        readers: for each value the equations that read it.
-        constants: values that are no buffers.
+        orders: of the program's values; rows are looked for among arrays only that lie in their own.
     """
 
-    def __init__(
-        self,
-        program: Program,
-        producer: Mapping[int, Equation],
-        readers: Mapping[int, Sequence[Equation]],
-        constants: Container[int],
-    ):
-        self.program = program
-        self.producer = producer
-        self.readers = readers
-        self.constants = constants
-        self.returned = frozenset(x for x in program.outputs if isinstance(x, int))
+    def __init__(self, orders: Orders):
+        self.orders = orders
+        self.program = orders.program
+        self.producer = orders.producer
+        self.readers = orders.readers
+        self.constants = orders.constants
+        self.returned = frozenset(x for x in self.program.outputs if isinstance(x, int))
 
     def source(self, equation: Equation) -> int | None:
         """For arithmetic on an array and a reduction of its rows that array; None of all other equations."""
@@ -53,7 +44,7 @@ class Rows:
         if not isinstance(whole, int) or not isinstance(spread, int) or whole == spread:
             return None
         reduction = self._reduction_behind(spread)
-        if reduction is None:
+        if reduction is None or self.orders.of(equation.outputs[0]) is not None:
             return None
         (source,) = reduction.inputs
         assert isinstance(source, int)
