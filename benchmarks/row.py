@@ -24,6 +24,7 @@ class Request(NamedTuple):
         variants: to be measured, in this order.
         known: results of the row's variants so far.
         steps: on the CPU, how many steps are timed of each variant; 0 for none.
+        foresee: plan the variants, and measure only those whose plan is not the one of the known result.
     """
 
     table: str
@@ -32,6 +33,7 @@ class Request(NamedTuple):
     variants: list[str]
     known: dict[str, dict[str, Any]]
     steps: int = 0
+    foresee: bool = False
 
 
 def find_row(table: str, key: str) -> Row:
@@ -48,7 +50,11 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
     for variant in request.variants:
         yield {"begins": variant}
         try:
-            result = variants.measure_variant(row, variant, request.target, known, plain_flops)
+            result = None
+            if request.foresee:
+                result = variants.foresee_variant(row, variant, request.target, known, plain_flops)
+            if result is None:
+                result = variants.measure_variant(row, variant, request.target, known, plain_flops)
         except Exception as error:  # one variant's failure is told in the table, and the others are measured
             traceback.print_exc()
             result = {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:300]}

@@ -25,6 +25,11 @@ VARIANTS = (
 """The columns, see `benchmarks.variants`."""
 
 
+def is_planned(variant: str) -> bool:
+    """Whether a variant is a plan of `optimize`, and no step that JAX and Flax alone make."""
+    return variant.partition("@")[0] in (*OURS, "chen")
+
+
 @dataclass(frozen=True)
 class Published:
     """A source's own figures of a row.

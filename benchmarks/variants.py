@@ -9,6 +9,7 @@ variant; `ours-by-flops@nn.remat`, the same with the fewest FLOPs instead of the
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 import warnings
 from collections.abc import Callable, Mapping
@@ -73,7 +74,9 @@ def example_of(row: Row, variant: str = "plain") -> TrainingExample:
     return make_example(row.network, batch=row.batch, size=row.size, small=row.small, remat=remat, wrap=wrap)
 
 
-def write(row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, Any]]) -> Written:
+def write(
+    row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, Any]], *, verify: bool = True
+) -> Written:
     """The step of a variant, planned where it is ours.
 
     Args:
@@ -81,6 +84,7 @@ def write(row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, 
         variant: see the module.
         target: to plan for.
         known: results of the row's other variants, which a budget may speak of.
+        verify: see `optimize`.
 
     Raises:
         ValueError: there is no such variant, or its budget is that of a variant that has no result yet.
@@ -100,6 +104,7 @@ def write(row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, 
         budget=_budget_of(budget, known),
         solver="chen" if name == "chen" else "auto",
         donate_argnums=example.donate_argnums,
+        verify=verify,
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", remat_opt.RematWarning)  # what they say is in the plan's note
@@ -118,6 +123,35 @@ def _budget_of(text: str, known: Mapping[str, Mapping[str, Any]]) -> int | float
     if "physical_peak_bytes" not in known.get(text, {}):
         raise ValueError(f"expected a fraction, or a variant that was measured before, got {text!r}; measure it first")
     return known[text]["physical_peak_bytes"]
+
+
+def foresee_variant(
+    row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, Any]], plain_flops: float
+) -> dict[str, Any] | None:
+    """What is known of a variant, with the predictions of today, if its plan is the one that was measured.
+
+    Args:
+        row: the network.
+        variant: ours, see the module; in `known`.
+        target: name of the target.
+        known: results of the row's variants.
+        plain_flops: of the plain step, by `count_flops`.
+
+    Returns:
+        The result; None where the FLOPs are others to the last digit that is kept, or the predicted peak is another by
+        more than a hundredth, as also where the compiler's word had changed the plan: then it is to be measured again.
+    """
+    kept = known[variant]
+    try:
+        written = write(row, variant, target, known, verify=False)
+    except remat_opt.InfeasibleBudget:
+        return dict(kept) if "infeasible" in kept else None
+    planned = _planned(written, plain_flops)
+    if planned["extra_flops"] != kept.get("extra_flops"):
+        return None
+    if not math.isclose(planned["predicted_peak_bytes"], kept["predicted_peak_bytes"], rel_tol=0.01):
+        return None
+    return {**kept, **{name: planned[name] for name in planned if name.startswith("predicted_")}}
 
 
 def measure_variant(
@@ -140,16 +174,7 @@ def measure_variant(
         written = write(row, variant, target, known)
     except remat_opt.InfeasibleBudget as refusal:
         return {"infeasible": str(refusal).partition(". ")[0], **versions}
-    result: dict[str, Any] = {"extra_flops": round(count_flops(written) / plain_flops - 1, 5) + 0.0}  # no −0.0
-    if written.plan is not None:
-        predicted = written.plan.predicted
-        result |= {
-            "predicted_peak_bytes": predicted.peak_bytes,
-            "predicted_extra_flops": round(predicted.extra_flops / predicted.flops, 5),
-            "predicted_extra_time": round(predicted.extra_seconds / predicted.seconds, 5),
-            "plan_seconds": round(written.plan_seconds or 0.0, 2),
-            "note": written.plan.note,
-        }
+    result = _planned(written, plain_flops)
     started = time.perf_counter()
     try:
         figures = (written.plan and written.plan.measured) or compile_step(
@@ -165,6 +190,22 @@ def measure_variant(
         "compile_seconds": round(figures.compile_seconds, 2),
         "autotuned": figures.autotuned,
         **versions,
+    }
+
+
+def _planned(written: Written, plain_flops: float) -> dict[str, Any]:
+    """What is kept of a step before it is compiled."""
+    result: dict[str, Any] = {"extra_flops": round(count_flops(written) / plain_flops - 1, 5) + 0.0}  # no −0.0
+    if written.plan is None:
+        return result
+    predicted = written.plan.predicted
+    return {
+        **result,
+        "predicted_peak_bytes": predicted.peak_bytes,
+        "predicted_extra_flops": round(predicted.extra_flops / predicted.flops, 5),
+        "predicted_extra_time": round(predicted.extra_seconds / predicted.seconds, 5),
+        "plan_seconds": round(written.plan_seconds or 0.0, 2),
+        "note": written.plan.note,
     }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -34,24 +35,42 @@ def is_dear(equation: Equation, program: Program) -> bool:
 
 
 def multiplies_only(equation: Equation, value: int) -> bool:
-    """Whether an equation is a product, or a `scan` that reads a value as a stack whose slices only products read."""
+    """Whether an equation is a product, or a `scan` that reads a value, the same in all turns or as a stack of slices,
+    for products alone."""
     if equation.primitive in CONTRACTION:
         return True
-    if equation.primitive is not P.scan_p:
-        return False
-    first = sum(compat.scan_counts(equation.params))
-    body = compat.bare_jaxpr(equation.params["jaxpr"])
-    slices = {body.invars[at] for at, x in enumerate(equation.inputs) if x == value and at >= first}
-    if len(slices) != equation.inputs.count(value):
-        return False
+    return equation.primitive is P.scan_p and _is_multiplied_by_loop(
+        equation.params, {at for at, x in enumerate(equation.inputs) if x == value}
+    )
+
+
+def _is_multiplied_by_loop(params: dict[str, Any], operands: Set[int]) -> bool:
+    """Whether the products in a `scan` are all that reads some of its operands, by their places."""
+    constants, carries = compat.scan_counts(params)
+    return operands.isdisjoint(range(constants, constants + carries)) and _is_multiplied(params["jaxpr"], operands)
+
+
+def _is_multiplied(jaxpr: Any, inputs: Set[int]) -> bool:
+    """Whether products are all that reads some inputs of a jaxpr, by their places."""
+    body = compat.bare_jaxpr(jaxpr)
+    read = {body.invars[at] for at in inputs}
     for inner in body.eqns:
-        if slices.isdisjoint(atom for atom in inner.invars if not isinstance(atom, compat.Literal)):
+        operands = {at for at, x in enumerate(inner.invars) if not isinstance(x, compat.Literal) and x in read}
+        if not operands or inner.primitive in CONTRACTION:
             continue
         if inner.primitive in MOVES:
-            slices.update(inner.outvars)
-        elif inner.primitive not in CONTRACTION:
+            read.update(inner.outvars)
+            continue
+        called = compat.jaxprs_in(inner.params)
+        if inner.primitive is P.scan_p:
+            only_multiplied = _is_multiplied_by_loop(inner.params, operands)
+        elif len(called) == 1 and len(compat.bare_jaxpr(called[0]).invars) == len(inner.invars):
+            only_multiplied = _is_multiplied(called[0], operands)
+        else:
+            only_multiplied = False
+        if not only_multiplied:
             return False
-    return slices.isdisjoint(atom for atom in body.outvars if not isinstance(atom, compat.Literal))
+    return read.isdisjoint(x for x in body.outvars if not isinstance(x, compat.Literal))
 
 
 def is_strided(equation: Equation) -> bool:

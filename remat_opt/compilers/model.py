@@ -19,7 +19,7 @@ from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_clock import with_seconds
-from remat_opt.compilers.tpu_fusion import with_pads_in_readers, with_results_computed
+from remat_opt.compilers.tpu_fusion import widened, with_pads_in_readers, with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
@@ -78,6 +78,7 @@ def compiled(
         reader = GpuReader(program, rates, platform, peak_of_body, loop, buffers)
     elif platform == "tpu":
         reader = TpuReader(program, rates, platform, peak_of_body)
+        reader.loop = loop
         reader.seconds_of_body = lambda *body: body_of(*body).seconds
     else:
         reader = Reader(program, rates, platform, peak_of_body)
@@ -94,7 +95,8 @@ def compiled(
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in program.avals] + [0] * (len(unfused.sizes) - len(program.avals))
         unfused = with_results_computed(unfused, elements)
-        graph = reader.in_tiles(fuse(reader.in_tiles(unfused, narrow=False), by_kernels=True).graph)
+        unfused = reader.in_tiles(unfused, narrow=False)
+        graph = reader.in_tiles(fuse(unfused, by_kernels=True, copied=widened(unfused)).graph)
     else:
         graph = fuse(unfused, by_kernels=True).graph
     order = ordering.order_of(graph, platform, saving_memory, lambda one: sharing_places(one, platform))
@@ -197,6 +199,13 @@ def without_mere_views(graph: Graph) -> Graph:
     return dataclasses.replace(graph, ops=tuple(ops)) if instead else graph
 
 
+def is_made_for_loops(graph: Graph, index: int) -> bool:
+    """Whether an op is elementwise work of which loops alone read the results."""
+    op = graph.ops[index]
+    users = {graph.ops[user].name for value in op.outputs for user in graph.users[value]}
+    return op.kind is Kind.ELEMENTWISE and users == {P.scan_p.name}
+
+
 def with_copies_of_donated(graph: Graph, *, by_all: bool = True) -> Graph:
     """A graph in which no update overwrites a donated argument that is still to be read.
 
@@ -220,6 +229,8 @@ def with_copies_of_donated(graph: Graph, *, by_all: bool = True) -> Graph:
     for given, output in graph.aliases:
         update, users = graph.producer[output], graph.users[given]
         loose = [user for user in users if user != update and not before[update] >> user & 1]
+        if not by_all:
+            loose = [user for user in loose if not is_made_for_loops(graph, user)]
         if update < 0 or not loose:
             continue
         copy = len(sizes)

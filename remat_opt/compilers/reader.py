@@ -12,6 +12,7 @@ from remat_opt.compilers.equations import (
     CUTTING,
     RESHAPING,
     SUMS,
+    WINDOWED,
     is_dear,
     is_half,
     is_matrix_transpose,
@@ -243,8 +244,10 @@ class Reader:
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.peak_of_body)
         op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
-        if platform == "tpu" and equation.primitive in CONTRACTION:
+        if platform == "tpu" and (equation.primitive in CONTRACTION or equation.primitive in WINDOWED):
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
+        elif platform == "tpu" and self.is_padded_for_windows(equation):
+            pass  # the window is dilated instead
         elif platform == "tpu" and equation.primitive is P.concatenate_p:
             op = self.joined(equation, op)
         elif platform == "tpu" and equation.primitive in CUTTING:
@@ -254,6 +257,13 @@ class Reader:
         elif platform == "tpu" and not self.is_scattered_into_zeros(equation):
             op = dataclasses.replace(op, seconds=seconds_by_index(equation, program) or op.seconds)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
+
+    def is_padded_for_windows(self, equation: Equation) -> bool:
+        """Whether a pad is part of the windows that alone read its result."""
+        if equation.primitive is not P.pad_p:
+            return False
+        readers = self.readers.get(equation.outputs[0], [])
+        return bool(readers) and all(reader.primitive in WINDOWED for reader in readers)
 
     def joined(self, equation: Equation, op: Op) -> Op:
         """A concatenation on a TPU: of all that concatenations among its operands are of."""

@@ -24,7 +24,7 @@ import numpy as np
 
 from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
-from remat_opt.compilers.tpu_clock import Clock
+from remat_opt.compilers.tpu_clock import Clock, read_by
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
@@ -129,11 +129,12 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
     for op in graph.ops:
         if op.kind is Kind.BARRIER:
             continue
-        moved = sum(graph.sizes[value] for value in (*op.inputs, *op.outputs)) / rates.bandwidth
+        accessed = {**read_by(graph, op), **{value: graph.sizes[value] for value in op.outputs}}
+        moved = sum(accessed.values()) / rates.bandwidth
         computed = op.flops / rates.matrix_rate("float32") if op.kind is Kind.PRODUCT else 0.0
         # What a loop's body or a branch reads, XLA counts there.
         for value in op.outputs if op.name in OF_BODIES else (*op.inputs, *op.outputs):
-            gain = graph.sizes[value] / rates.bandwidth if moved > computed else moved - computed
+            gain = accessed[value] / rates.bandwidth if moved > computed else moved - computed
             before = gains.get(value, -math.inf)
             gains[value] = before + gain if before > 0 and gain > 0 else max(before, gain)
     return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))])

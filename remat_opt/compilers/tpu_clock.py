@@ -43,7 +43,7 @@ def _seconds(graph: Graph, at: int, rates: Rates) -> float:
         return 0.0
     if op.name in OF_BODIES:
         return op.seconds
-    moved = read_by(graph, op) + sum(graph.sizes[value] for value in op.outputs)
+    moved = sum(read_by(graph, op).values()) + sum(graph.sizes[value] for value in op.outputs)
     if op.kind is Kind.REDUCTION:
         moved -= _read_beside(graph, at)
     traffic = moved / bandwidth_of(rates)
@@ -73,12 +73,12 @@ def _read_beside(graph: Graph, at: int) -> int:
     return most
 
 
-def read_by(graph: Graph, op: Op) -> int:
-    """Bytes that a kernel reads: of what it takes a part of as many as it writes."""
+def read_by(graph: Graph, op: Op) -> dict[int, int]:
+    """Bytes that a kernel reads of each operand: of what it takes a part of as many as it writes."""
     written = sum(graph.sizes[value] for value in op.outputs)
     takes_parts = op.kind is Kind.ELEMENTWISE and op.name not in OF_PIECES
     parts = op.inputs if op.name in BY_INDEX else op.moved_of if takes_parts else ()
-    return sum(min(graph.sizes[value], written) if value in parts else graph.sizes[value] for value in op.inputs)
+    return {v: min(graph.sizes[v], written) if v in parts else graph.sizes[v] for v in op.inputs}
 
 
 def bandwidth_of(rates: Rates) -> float:

@@ -85,9 +85,21 @@ def _steps_after(
             waiting[made] = set(graph.users[made])
         if made in outputs and elements[made] != elements[result]:
             break
-        if not waiting or (list(waiting) == [made] and elements[made] == elements[result]):
+        is_stored_so = list(waiting) == [made] and elements[made] == elements[result] and not is_widened(graph, op)
+        if not waiting or is_stored_so:
             found = len(steps)
     return steps[:found]
+
+
+def is_widened(graph: Graph, op: Op) -> bool:
+    """Whether an op gives each element of an array more bytes, which those who read it can do themselves."""
+    return op.name == "convert_element_type" and graph.sizes[op.outputs[0]] > sum(graph.sizes[v] for v in op.inputs) > 0
+
+
+def widened(graph: Graph) -> frozenset[int]:
+    """What is stored only for those who can read nothing but buffers: arrays that others are stored as in fewer
+    bytes."""
+    return frozenset(op.outputs[0] for op in graph.ops if is_widened(graph, op))
 
 
 def with_pads_in_readers(graph: Graph) -> Graph:

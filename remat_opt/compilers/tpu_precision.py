@@ -7,7 +7,7 @@ the kernel that makes it is summed up before that.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -21,8 +21,13 @@ from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCT
 _CHOOSING = named("abs clamp max min select_n")  # their results are elements of their operands
 
 
-def stored_in_two_bytes(program: Program) -> frozenset[int]:
-    """The float32 values of a program that a TPU's compiler stores in two bytes."""
+def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> frozenset[int]:
+    """The float32 values of a program that a TPU's compiler stores in two bytes.
+
+    Args:
+        program: as it is lowered.
+        constants: of a loop's body the inputs that are the same in all turns: who runs the loop rounds them.
+    """
     readers: dict[int, list[Equation]] = {}
     for equation in program.equations:
         for value in {x for x in equation.inputs if isinstance(x, int)}:
@@ -47,6 +52,10 @@ def stored_in_two_bytes(program: Program) -> frozenset[int]:
             )
             if not others or (len(others) < len(readers[value]) and is_summed_where_made):
                 stored.add(value)
+    for value in constants:
+        of_products = all(_takes_two_bytes(reader, value, rounded) for reader in readers.get(value, ()))
+        if program.avals[value].dtype == jnp.float32 and of_products:
+            stored.add(value)
     return frozenset(stored)
 
 

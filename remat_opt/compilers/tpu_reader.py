@@ -6,8 +6,10 @@ import dataclasses
 import functools
 from collections.abc import Callable, Container, Mapping, Sequence
 
+import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.equations import multiplies_only
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
@@ -15,7 +17,7 @@ from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, with_copies
 from remat_opt.compilers.tpu_rows import rows_of
-from remat_opt.graph.graph import Graph, Op
+from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, has_batch_in_lanes, padded_bytes, padded_rows
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
@@ -28,14 +30,17 @@ class TpuReader(Reader):
 
     Attributes:
         seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
+        loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
     seconds_of_body: Callable[..., float]
+    loop: tuple[int, int] | None = None
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:
         """What is stored in two bytes. Of padded parts sums are made later, behind what masks the padding."""
-        found = stored_in_two_bytes(self.program)
+        constants = self.program.inputs[: self.loop[0]] if self.loop else ()
+        found = stored_in_two_bytes(self.program, constants)
         return found.difference(value for value in found if value in self.parts.cut and self.is_summed_masked(value))
 
     def is_summed_masked(self, value: int) -> bool:
@@ -89,11 +94,26 @@ class TpuReader(Reader):
         ops = super().ops_of(equation)
         if equation.primitive in (P.scan_p, P.cond_p):
             (op,) = ops
-            return [dataclasses.replace(op, seconds=self.seconds_of_bodies(equation))]
+            rounded = self.rounded_before(equation) if equation.primitive is P.scan_p else {}
+            inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
+            return [*rounded.values(), dataclasses.replace(op, inputs=inputs, seconds=self.seconds_of_bodies(equation))]
         if equation.primitive is not P.dot_general_p:
             return ops
         (op,) = ops
         return with_copies(self, equation, op)
+
+    def rounded_before(self, loop: Equation) -> dict[int, Op]:
+        """Of what only products read in all turns of a loop, by its buffer, the copies in two bytes that XLA takes out
+        of the loop."""
+        constants, _ = compat.scan_counts(loop.params)
+        found: dict[int, Op] = {}
+        for x in self.variables(dataclasses.replace(loop, inputs=loop.inputs[:constants])):
+            aval = self.program.avals[x]
+            if aval.dtype != jnp.float32 or x in self.rounded or not aval.size or not multiplies_only(loop, x):
+                continue
+            copy = self.new(padded_bytes(aval.shape, 2))
+            found[self.buffer(x)] = Op(self.behind([x]), (copy,), kind=Kind.ELEMENTWISE, name="convert_element_type")
+        return found
 
     def seconds_of_bodies(self, equation: Equation) -> float:
         """Seconds that XLA takes a loop or the branches of a condition to need."""

@@ -179,17 +179,20 @@ class Fusion:
     sums: frozenset[int] = frozenset()
 
 
-def fuse(graph: Graph, *, with_sums: bool = False, by_kernels: bool = False) -> Fusion:
+def fuse(
+    graph: Graph, *, with_sums: bool = False, by_kernels: bool = False, copied: frozenset[int] = frozenset()
+) -> Fusion:
     """Merge virtual values into the kernels that read them, by rules 1 to 3.
 
     Args:
         graph: what `Fusion` is made of.
         with_sums: rule 4 holds, too.
         by_kernels: rule 3 counts ops that read a value and are parts of one kernel once.
+        copied: as of `merge`; of these, those that are stored.
     """
     sums: set[int] = set()
     stored = _stored(graph, sums if with_sums else None, by_kernels)
-    return merge(graph, stored, sums=frozenset(sums))
+    return merge(graph, stored, frozenset(value for value in copied if stored[value]), frozenset(sums))
 
 
 def kernels_of(graph: Graph, stored: Sequence[bool]) -> list[frozenset[int]]:

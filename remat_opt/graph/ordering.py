@@ -66,6 +66,12 @@ def _numbers_last(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
         op = graph.ops[index]
         if only_returned[index] and (op.name in LOOPS or any(graph.producer[value] in late for value in op.inputs)):
             late.add(index)
+    given = set(graph.inputs)
+    for index in order:  # and what they alone read, as soon as what the step was given suffices for that
+        op = graph.ops[index]
+        users = {user for value in op.outputs for user in graph.users[value]}
+        if op.kind is Kind.ELEMENTWISE and users and late.issuperset(users) and given.issuperset(op.inputs):
+            late.add(index)
     return (*(index for index in order if index not in late), *(index for index in order if index in late))
 
 
