@@ -47,11 +47,14 @@ def multiplies_only(equation: Equation, value: int) -> bool:
 def _is_multiplied_by_loop(params: dict[str, Any], operands: Set[int]) -> bool:
     """Whether the products in a `scan` are all that reads some of its operands, by their places."""
     constants, carries = compat.scan_counts(params)
-    return operands.isdisjoint(range(constants, constants + carries)) and _is_multiplied(params["jaxpr"], operands)
+    if not operands.isdisjoint(range(constants, constants + carries)):
+        return False
+    handed_on = _handed_on_by(params["jaxpr"], operands)
+    return handed_on is not None and not handed_on
 
 
-def _is_multiplied(jaxpr: Any, inputs: Set[int]) -> bool:
-    """Whether products are all that reads some inputs of a jaxpr, by their places."""
+def _handed_on_by(jaxpr: Any, inputs: Set[int]) -> Set[int] | None:
+    """Which results of a jaxpr are some of its inputs, by their places; None where others than products read them."""
     body = compat.bare_jaxpr(jaxpr)
     read = {body.invars[at] for at in inputs}
     for inner in body.eqns:
@@ -61,16 +64,20 @@ def _is_multiplied(jaxpr: Any, inputs: Set[int]) -> bool:
         if inner.primitive in MOVES:
             read.update(inner.outvars)
             continue
+        if inner.primitive is compat.barrier_p:
+            read.update(inner.outvars[at] for at in operands)
+            continue
         called = compat.jaxprs_in(inner.params)
         if inner.primitive is P.scan_p:
-            only_multiplied = _is_multiplied_by_loop(inner.params, operands)
+            handed_on = set() if _is_multiplied_by_loop(inner.params, operands) else None
         elif len(called) == 1 and len(compat.bare_jaxpr(called[0]).invars) == len(inner.invars):
-            only_multiplied = _is_multiplied(called[0], operands)
+            handed_on = _handed_on_by(called[0], operands)
         else:
-            only_multiplied = False
-        if not only_multiplied:
-            return False
-    return read.isdisjoint(x for x in body.outvars if not isinstance(x, compat.Literal))
+            handed_on = None
+        if handed_on is None:
+            return None
+        read.update(inner.outvars[at] for at in handed_on)
+    return {at for at, x in enumerate(body.outvars) if not isinstance(x, compat.Literal) and x in read}
 
 
 def is_strided(equation: Equation) -> bool:

@@ -21,6 +21,7 @@ from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_clock import with_seconds
 from remat_opt.compilers.tpu_fusion import widened, with_pads_in_readers, with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
+from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
@@ -73,7 +74,7 @@ def compiled(
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
         return peak_of(body_of(primitive, params, jaxpr))
 
-    program = by_slices(by_comparison(program) if platform == "tpu" else program)
+    program = by_slices(before_products(by_comparison(program)) if platform == "tpu" else program)
     if platform in GPUS:
         reader = GpuReader(program, rates, platform, peak_of_body, loop, buffers)
     elif platform == "tpu":
