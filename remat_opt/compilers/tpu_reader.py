@@ -18,7 +18,13 @@ from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, with_copies
 from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, has_batch_in_lanes, padded_bytes, padded_rows
+from remat_opt.graph.tiles import (
+    bytes_with_features_or_batch_in_lanes,
+    has_batch_in_lanes,
+    lies_otherwise,
+    padded_bytes,
+    padded_rows,
+)
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as
 from remat_opt.program.inline import Equation
@@ -97,10 +103,31 @@ class TpuReader(Reader):
             rounded = self.rounded_before(equation) if equation.primitive is P.scan_p else {}
             inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
             return [*rounded.values(), dataclasses.replace(op, inputs=inputs, seconds=self.seconds_of_bodies(equation))]
+        if equation.primitive is P.conv_general_dilated_p:
+            (op,) = ops
+            return self.with_images_copied(equation, op)
         if equation.primitive is not P.dot_general_p:
             return ops
         (op,) = ops
         return with_copies(self, equation, op)
+
+    def with_images_copied(self, equation: Equation, op: Op) -> Sequence[Op]:
+        """A convolution, before it the copies of images that the step is given: in two bytes, once for all convolutions
+        that read them."""
+        copies, instead = [], {}
+        for x in self.variables(equation):
+            given, aval = self.buffer(x), self.program.avals[x]
+            if given not in self.program.inputs or len(aval.shape) < 4 or x in self.parts.cut:
+                continue
+            if aval.shape != self.program.avals[given].shape or not lies_otherwise(aval.shape, aval.dtype.itemsize):
+                continue
+            key = self.behind([x])
+            if key not in self.copies:
+                size = bytes_with_features_or_batch_in_lanes(aval.shape, 2, 0, len(aval.shape) - 1)
+                self.copies[key] = self.new(size)
+                copies.append(Op(key, (self.copies[key],), kind=Kind.OPAQUE, name="copy"))
+            instead[given] = self.copies[key]
+        return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
 
     def rounded_before(self, loop: Equation) -> dict[int, Op]:
         """Of what only products read in all turns of a loop, by its buffer, the copies in two bytes that XLA takes out

@@ -67,6 +67,15 @@ def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
     return _tiled_bytes(shape, item, 0, last) < _tiled_bytes(shape, item, last, 0)
 
 
+def lies_otherwise(shape: Sequence[int], item: int) -> bool:
+    """Whether an image that pads as little as it can has neither in the lanes that convolutions have there, its batch or
+    its features; arguments as above."""
+    last = len(shape) - 1
+    lanes = 0 if has_batch_in_lanes(shape, item) else last
+    so = min(_tiled_bytes(shape, item, lanes, sublanes) for sublanes in range(len(shape)) if sublanes != lanes)
+    return so > padded_bytes(shape, item)
+
+
 def bytes_with_features_or_batch_in_lanes(shape: Sequence[int], item: int, batch: int, features: int) -> int:
     """Bytes of an image as convolutions have it, its batch and features in the tiles. Fewer than eight rows are not
     filled up to eight, but to a power of two, or to what takes four bytes."""
