@@ -43,7 +43,7 @@ def order_of(
         in_first, in_second = in_order(graph, first), in_order(graph, second)
         saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
         return second if saved > 0 else first
-    return _numbers_last(graph, early_order(graph))
+    return _freeing_first(graph, _numbers_last(graph, early_order(graph)))
 
 
 def in_order(graph: Graph, order: Sequence[int]) -> Graph:
@@ -73,6 +73,33 @@ def _numbers_last(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
         if op.kind is Kind.ELEMENTWISE and users and late.issuperset(users) and given.issuperset(op.inputs):
             late.add(index)
     return (*(index for index in order if index not in late), *(index for index in order if index in late))
+
+
+def _freeing_first(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
+    """An order in which of two kernels that stand side by side the one runs first that frees more than it makes, where
+    the other makes more than it frees."""
+    found = list(order)
+    left = [len(users) for users in graph.users]
+    kept = {*graph.inputs, *graph.outputs}
+    given_of = {output: given for given, output in graph.aliases}
+
+    def made(op: Op) -> int:
+        freed = sum(graph.sizes[v] for v in {*op.inputs} if left[v] == 1 and v not in kept)
+        return sum(graph.sizes[v] for v in op.outputs) - freed
+
+    for at in range(len(found) - 1):
+        first, second = graph.ops[found[at]], graph.ops[found[at + 1]]
+        overwritten = {given_of[value] for value in second.outputs if value in given_of}
+        can_change = (
+            Kind.BARRIER not in (first.kind, second.kind)
+            and set(second.inputs).isdisjoint(first.outputs)
+            and overwritten.isdisjoint(first.inputs)
+        )
+        if can_change and made(first) > 0 > made(second):
+            found[at], found[at + 1] = found[at + 1], found[at]
+        for value in {*graph.ops[found[at]].inputs}:
+            left[value] -= 1
+    return tuple(found)
 
 
 def behind_operands(ops: Sequence[Op], left_out: Iterable[int] = ()) -> list[int]:
