@@ -26,7 +26,7 @@ from remat_opt.graph.tiles import (
     padded_rows,
 )
 from remat_opt.program import compat
-from remat_opt.program.images import images_of, lying_as
+from remat_opt.program.images import images_of, lying_as, with_split_batch
 from remat_opt.program.inline import Equation
 from remat_opt.program.primitives import REDUCTION
 
@@ -166,7 +166,7 @@ class TpuReader(Reader):
             narrow: whether what only products read takes two bytes an element: not before the kernels are known.
         """
         images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
-        joined = self.joined_by_batch(images)
+        joined, split = self.joined_by_batch(images), with_split_batch(self.program)
         sizes = list(graph.sizes)
         rounded = self.rounded if narrow else ()
         for value, aval in enumerate(self.program.avals):
@@ -183,7 +183,10 @@ class TpuReader(Reader):
                 sizes[value] = item * self.between_products[value]
             else:
                 is_image, with_batch = value in images, value in joined
-                sizes[value] = padded_bytes(aval.shape, item, is_image=is_image, with_batch_in_lanes=with_batch)
+                batch = len(aval.shape) - 4 if value in split else 0
+                sizes[value] = padded_bytes(
+                    aval.shape, item, is_image=is_image, with_batch_in_lanes=with_batch, batch=batch
+                )
         return dataclasses.replace(graph, sizes=tuple(sizes))
 
     def joined_by_batch(self, images: Container[int]) -> frozenset[int]:

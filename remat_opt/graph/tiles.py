@@ -15,7 +15,9 @@ from collections.abc import Sequence
 _LANES, _SUBLANES = 128, 8
 
 
-def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, with_batch_in_lanes: bool = False) -> int:
+def padded_bytes(
+    shape: Sequence[int], item: int, *, is_image: bool = False, with_batch_in_lanes: bool = False, batch: int = 0
+) -> int:
     """Bytes of an array in tiles.
 
     Args:
@@ -23,6 +25,7 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
         item: bytes of one element.
         is_image: whether a convolution makes or reads it.
         with_batch_in_lanes: of an image, that the compiler has no choice.
+        batch: of an image, which dimension numbers the examples.
     """
     count = math.prod(shape)
     if not count:
@@ -31,8 +34,8 @@ def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False, wit
         return item * -(-count // _LANES) * _LANES
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
-    if is_image and last > 1 and shape[0] >= _SUBLANES:
-        pairs = [(0, last)] if with_batch_in_lanes else [(last, 0), (0, last)]
+    if is_image and last > 1 and shape[batch] >= _SUBLANES:
+        pairs = [(batch, last)] if with_batch_in_lanes else [(last, batch), (batch, last)]
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 

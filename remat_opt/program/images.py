@@ -33,6 +33,23 @@ def images_of(program: Program) -> frozenset[int]:
     return _reached(images - _reached(filters, alike), alike)
 
 
+def with_split_batch(program: Program) -> frozenset[int]:
+    """Images of which several dimensions number the examples, as a mapped function's (`jax.vmap`): those of more than
+    two dimensions in space that no convolution has."""
+    pools: set[int] = set()
+    convolutions: set[int] = set()
+    for equation in program.equations:
+        if equation.primitive in _OF_IMAGES:
+            found = convolutions if equation.primitive is P.conv_general_dilated_p else pools
+            found |= {
+                x for x in (*equation.inputs, *equation.outputs) if isinstance(x, int) and program.avals[x].ndim > 4
+            }
+    if not pools:
+        return frozenset()
+    alike = _alike(program)
+    return _reached(pools, alike) - _reached(convolutions, alike)
+
+
 def lying_as(program: Program, found: set[int]) -> frozenset[int]:
     """Values, and what elementwise work and barriers make of them or make them of; but for what convolutions and
     pooling make, which lies as suits these."""
