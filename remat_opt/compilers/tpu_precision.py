@@ -68,6 +68,8 @@ def _takes_two_bytes(reader: Equation, value: int, rounded: Container[int]) -> b
     if reader.primitive is compat.barrier_p:
         made = zip(reader.inputs, reader.outputs, strict=True)
         return all(output in rounded for given, output in made if given == value)
+    if reader.primitive is P.convert_element_type_p:
+        return jnp.dtype(reader.params["new_dtype"]) == jnp.bfloat16
     hands_on = reader.primitive in MOVES or reader.primitive in _CHOOSING
     return hands_on and all(output in rounded for output in reader.outputs)
 

@@ -71,8 +71,8 @@ def has_batch_in_lanes(shape: Sequence[int], item: int) -> bool:
 
 
 def lies_otherwise(shape: Sequence[int], item: int) -> bool:
-    """Whether an image that pads as little as it can has neither in the lanes that convolutions have there, its batch or
-    its features; arguments as above."""
+    """Whether an image that pads as little as it can has in the lanes neither its batch nor its features, of which
+    convolutions want one there; arguments as above."""
     last = len(shape) - 1
     lanes = 0 if has_batch_in_lanes(shape, item) else last
     so = min(_tiled_bytes(shape, item, lanes, sublanes) for sublanes in range(len(shape)) if sublanes != lanes)
