@@ -13,7 +13,7 @@ from remat_opt.compilers.equations import multiplies_only
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
-from remat_opt.compilers.tpu_parts import Parts, parts_of
+from remat_opt.compilers.tpu_parts import MOST_IMAGES, Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, with_copies
 from remat_opt.compilers.tpu_rows import rows_of
@@ -117,7 +117,7 @@ class TpuReader(Reader):
         copies, instead = [], {}
         for x in self.variables(equation):
             given, aval = self.buffer(x), self.program.avals[x]
-            if given not in self.program.inputs or len(aval.shape) < 4 or x in self.parts.cut:
+            if given not in self.program.inputs or len(aval.shape) < 4 or aval.shape[0] <= MOST_IMAGES:
                 continue
             if aval.shape != self.program.avals[given].shape or not lies_otherwise(aval.shape, aval.dtype.itemsize):
                 continue

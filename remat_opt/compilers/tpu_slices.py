@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
+from collections.abc import Mapping
 
 from jax.extend.core import primitives as P
 
@@ -21,13 +22,8 @@ def before_products(program: Program) -> Program:
     for equation in program.equations:
         if equation.primitive is not P.slice_p:
             continue
-        chain = [maker.get(equation.inputs[0])]
-        while chain[-1] is not None and chain[-1].primitive is P.convert_element_type_p:
-            chain.append(maker.get(chain[-1].inputs[0]))
-        product = chain[-1]
-        if product is None or product.primitive is not P.dot_general_p:
-            continue
-        if any(reads[one.outputs[0]] > 1 for one in chain):
+        chain = _from_product(equation, maker)
+        if not chain or any(reads[one.outputs[0]] > 1 for one in chain):
             continue
         shape = avals[equation.outputs[0]].shape
         for one in chain:
@@ -38,3 +34,18 @@ def before_products(program: Program) -> Program:
         return program
     equations = [one for equation in program.equations for one in replaced.get(id(equation), [equation])]
     return dataclasses.replace(program, equations=tuple(equations), avals=tuple(avals))
+
+
+def _from_product(cut: Equation, maker: Mapping[int, Equation]) -> list[Equation]:
+    """What makes the array that a slice is taken of, the last first, if that is a product's result, maybe as another
+    type; else nothing."""
+    chain: list[Equation] = []
+    value = cut.inputs[0]
+    while isinstance(value, int) and value in maker:
+        chain.append(maker[value])
+        if chain[-1].primitive is P.dot_general_p:
+            return chain
+        if chain[-1].primitive is not P.convert_element_type_p:
+            break
+        (value,) = chain[-1].inputs
+    return []
