@@ -9,7 +9,7 @@ from jax import lax
 
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.tpu_chip import ChipMemory, Stay
+from remat_opt.compilers.tpu_chip import MOST_UNDER_WAY, ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, bandwidth_of, with_seconds
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -51,6 +51,19 @@ def test_what_finds_no_place_later_is_sent_away_and_comes_back_elsewhere() -> No
     chip = memory(*[1.0] * 8)
     assert chip.takes(0, 500, 3, 7)  # until too late
     assert chip.stay_of(600, 0, [1, 6], is_argument=False) == Stay(6, leaves=True, fetched=0)
+
+
+def test_so_many_copies_are_under_way_at_most() -> None:
+    chip = memory(*[1.0] * 8)
+    assert sum(chip.stay_of(1, 0, [7], is_argument=True).fetched for _ in range(50)) == MOST_UNDER_WAY
+
+
+def test_an_argument_whose_successor_cannot_be_sent_back_has_no_place_on_the_chip() -> None:
+    chip = memory(*[1.0] * 8)
+    updated = [chip.stay_of_argument(1, [2, 5], written_by=5) for _ in range(MOST_UNDER_WAY + 1)]
+    assert updated[:-1] == [Stay(2, leaves=True, fetched=1)] * MOST_UNDER_WAY
+    assert updated[-1] == Stay(5, leaves=False, fetched=0)
+    assert chip.count == 2 * MOST_UNDER_WAY
 
 
 def test_copies_share_the_time_of_kernels() -> None:

@@ -112,13 +112,16 @@ def _stays(graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, allowed
     if allowed is Chip.NOT_WHAT_LOOPS_MAKE:
         outside = {value for op in graph.ops if op.name in OF_BODIES for value in op.outputs}
         gains[:arguments] = np.inf
+    written_by = {given: graph.producer[output] for given, output in graph.aliases}
     stays: dict[int, Stay] = {}
     for index in np.lexsort((lives.birth - lives.death, -sizes, -gains)).tolist():
         size = int(sizes[index])
         if 0 < size <= memory.capacity and lives.value[index] not in outside:
-            is_argument = index < arguments
             reads = _reads(graph, lives, index)
-            stays[index] = memory.stay_of(size, int(lives.birth[index]), reads, is_argument=is_argument)
+            if index < arguments:
+                stays[index] = memory.stay_of_argument(size, reads, written_by.get(int(lives.value[index]), -1))
+            else:
+                stays[index] = memory.stay_of(size, int(lives.birth[index]), reads, is_argument=False)
     return stays
 
 
@@ -141,10 +144,8 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
 
 
 def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
-    """Copies of what takes an argument's place from the chip, updates of several arrays by one
-    gradient, and reductions that the kernel does beside another result (what is reduced once more is done with the
-    first)."""
-    copied = sum(graph.producer[value] >= 0 for _, value in graph.aliases)
+    """Updates of several arrays by one gradient, and reductions that the kernel does beside another result (what is
+    reduced once more is done with the first)."""
     outputs = set(graph.outputs)
     gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
     reduced = 0
@@ -159,4 +160,4 @@ def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
             maker = graph.producer[max(op.inputs, key=lambda value: (graph.sizes[value], value))]
             reduced += maker < 0 or graph.ops[maker].kind is not Kind.REDUCTION
     updates = collections.Counter(gradient_of.values())
-    return copied + sum(count > 1 for count in updates.values()) + reduced
+    return sum(count > 1 for count in updates.values()) + reduced

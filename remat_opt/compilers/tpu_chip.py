@@ -15,9 +15,13 @@ import numpy as np
 
 from remat_opt.compilers.tpu_clock import Clock
 
-# A copy is begun where twice the time is that it needs (`preferred_overlap_to_async_copy_ratio`), or else near that.
+# A copy is begun where twice the time is that it needs (`preferred_overlap_to_async_copy_ratio`), or else near that; a
+# small one where as much time is as for eight mebibytes.
 PREFERRED_TIMES = 2
+SMALL = 8 * 2**20
 MOST_BEGINNINGS = 16
+# At most so many are under way at once in each direction (`xla_msa_max_outstanding_prefetches` and `…_evictions`).
+MOST_UNDER_WAY = 40
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,11 +32,13 @@ class Stay:
         outside_until: the last kernel for which it lies in the device's memory; -1 where it never does.
         leaves: whether it is made on the chip and copied to the device's memory.
         fetched: how often it is copied to the chip.
+        ends_inside: whether the last kernel that reads it reads it on the chip.
     """
 
     outside_until: int
     leaves: bool
     fetched: int
+    ends_inside: bool = dataclasses.field(default=False, compare=False)
 
 
 class ChipMemory:
@@ -47,6 +53,8 @@ class ChipMemory:
         self.capacity = capacity
         self.clock = clock
         self.idle = np.diff(clock.begins)  # seconds of each kernel in which nothing is copied yet
+        self.fetching = np.zeros(len(self.idle), dtype=np.int64)  # copies that are under way
+        self.leaving = np.zeros(len(self.idle), dtype=np.int64)
         self.count = 0
         self.rows = np.zeros((64, 4), dtype=np.int64)  # first and last kernel, offset and bytes
 
@@ -77,7 +85,35 @@ class ChipMemory:
             offset = self.fetch(size, there_from, reads[at:])
             fetched += offset >= 0
             before = read
-        return Stay(until if is_outside or not reads else -1, leaves, fetched)
+        return Stay(until if is_outside or not reads else -1, leaves, fetched, offset >= 0)
+
+    def stay_of_argument(self, size: int, reads: Sequence[int], written_by: int) -> Stay:
+        """Find places for an argument that lies in the device's memory at first.
+
+        Args:
+            size: in bytes.
+            reads: by which kernels, in their order, each once.
+            written_by: the kernel whose result takes its place, which is sent back if that is on the chip; where it
+                cannot be, the argument has no place there at all. -1 for none.
+        """
+        before = self.count, self.idle.copy(), self.fetching.copy()
+        stay = self.stay_of(size, 0, reads, is_argument=True)
+        if written_by < 0 or not stay.ends_inside or reads[-1] != written_by:
+            return stay
+        if self.send(size, written_by):
+            return dataclasses.replace(stay, leaves=True)
+        self.count, self.idle, self.fetching = before
+        return Stay(reads[-1], leaves=False, fetched=0)
+
+    def send(self, size: int, made: int) -> bool:
+        """Whether what a kernel makes on the chip can be copied to the device's memory; it is then."""
+        seconds = PREFERRED_TIMES * max(size, SMALL) / self.clock.bandwidth
+        until = int(np.searchsorted(self.clock.begins, self.clock.begins[made + 1] + seconds))
+        under_way = self.leaving[made:until]
+        if (under_way >= MOST_UNDER_WAY).any():
+            return False
+        under_way += 1
+        return True
 
     def fetch(self, size: int, there_from: int, reads: Sequence[int]) -> int:
         """Copy a buffer to the chip for a kernel; its offset there, -1 where there is no time or no room."""
@@ -85,19 +121,21 @@ class ChipMemory:
         needed = size / clock.bandwidth
         first = max(there_from, clock.last_before(read, clock.patience) + 1)
         last = min(clock.last_before(read, needed), read - 1)
-        preferred = min(max(clock.last_before(read, PREFERRED_TIMES * needed), first), last)
+        seconds = PREFERRED_TIMES * max(size, SMALL) / clock.bandwidth
+        preferred = min(max(clock.last_before(read, seconds), first), last)
         beginnings = sorted(
             range(max(first, preferred - MOST_BEGINNINGS), min(last, preferred + MOST_BEGINNINGS) + 1),
             key=lambda begin: abs(begin - preferred),
         )
         for begin in beginnings:
-            if self.idle[begin:read].sum() < needed:
+            if self.idle[begin:read].sum() < needed or (self.fetching[begin:read] >= MOST_UNDER_WAY).any():
                 continue
             offset = self.gap(size, begin, reads)
             if self.takes(offset, size, begin, read):
                 idle = self.idle[begin:read]
                 used = np.minimum(np.cumsum(idle), needed)
                 self.idle[begin:read] -= np.diff(used, prepend=0.0)
+                self.fetching[begin:read] += 1
                 return offset
         return -1
 
