@@ -42,6 +42,22 @@ def test_small_rows_come_out_as_they_are_kept(row: Row, tmp_path: Path) -> None:
     assert "## Extra FLOPs" in file_of("small", "cpu", tmp_path).with_suffix(".md").read_text(encoding="utf-8")
 
 
+def test_what_is_planned_as_it_was_is_foreseen_and_not_measured_again(tmp_path: Path) -> None:
+    row = SMALL[0]
+    file = file_of("small", "cpu", tmp_path)
+    planned, other = variants.measure_variant(row, "ours", "cpu", {}, 1e9), {"temp_bytes": 1, "compile_seconds": -1.0}
+    kept = {**planned, "temp_bytes": 1, "compile_seconds": -1.0}
+    keep(file, SMALL, row.key, "ours", kept)
+    keep(file, SMALL, row.key, "plain", other)
+    assert run.planned_of(row, load(file)) == ["ours"]
+    plain_flops = variants.count_flops(variants.write(row, "plain", "cpu", {}))
+    assert variants.foresee_variant(row, "ours", "cpu", load(file)[row.key], 1e9) == kept
+    assert variants.foresee_variant(row, "ours", "cpu", load(file)[row.key], plain_flops) is None  # other FLOPs
+    found = run.run_table("small", "cpu", [row], ["ours"], folder=tmp_path, foresee=True)[row.key]
+    assert found["ours"]["temp_bytes"] > 1  # by another count of FLOPs it was measured again
+    assert found["plain"] == other
+
+
 def test_the_predicted_flops_of_the_kept_rows_are_those_counted_apart() -> None:
     kept = load(file_of("feng_huang", "h200"))
     assert len(kept) == 18
