@@ -19,7 +19,7 @@ import flax.linen as nn
 import jax
 
 import remat_opt
-from benchmarks.tables import BY_FLOPS, OURS, POLICIES, VARIANTS, Row
+from benchmarks.tables import BY_FLOPS, OURS, POLICIES, VARIANTS, Row, is_planned
 from remat_opt.examples import TrainingExample, make_example
 from remat_opt.plan import Plan
 from remat_opt.program import compat
@@ -93,7 +93,7 @@ def write(
     if variant in ("plain", "nn.remat", *POLICIES):
         return Written(jax.jit(example.train_step, donate_argnums=example.donate_argnums), example)
     name, _, budget = variant.partition("@")
-    if name not in (*OURS, "chen"):
+    if not is_planned(variant):
         raise ValueError(
             f"unknown variant {variant!r}; known are {', '.join(VARIANTS)}; after {'@ or '.join(OURS)}@ may stand any "
             "fraction or other variant"
