@@ -61,6 +61,17 @@ def of_a_loop(weight: jax.Array, carry: jax.Array, steps: jax.Array) -> jax.Arra
     return lax.scan(turn, carry, steps)[0]
 
 
+def of_epochs(weight: jax.Array, other: jax.Array, games: jax.Array) -> jax.Array:
+    def loss(weights: tuple[jax.Array, jax.Array]) -> jax.Array:
+        images = games.reshape(-1, *games.shape[-3:])
+        return (jnp.maximum(convolved(jnp.maximum(convolved(images, weights[0]), 0.0), weights[1]), 0.0) ** 2).mean()
+
+    def epoch(weights: tuple[jax.Array, jax.Array], _: None) -> tuple[tuple[jax.Array, jax.Array], None]:
+        return jax.tree.map(lambda weight, slope: weight - slope, weights, jax.grad(loss)(weights)), None
+
+    return lax.scan(epoch, (weight, other), None, length=3)[0][1]
+
+
 @pytest.mark.parametrize(
     ("loss", "avals", "differentiated"),
     [
@@ -76,6 +87,15 @@ def of_a_loop(weight: jax.Array, carry: jax.Array, steps: jax.Array) -> jax.Arra
             id="words after a slice",
         ),
         pytest.param(of_a_loop, [array(4096, 16384), array(256, 4096), array(8, 256, 4096)], (), id="a loop's weights"),
+        pytest.param(
+            of_epochs, [array(3, 3, 3, 16), array(3, 3, 16, 32), array(64, 24, 16, 16, 3)], (), id="a loop's images"
+        ),
+        pytest.param(
+            of_epochs,
+            [array(3, 3, 3, 16), array(3, 3, 16, 32), array(16, 16, 32, 32, 3)],
+            (),
+            id="a loop's images of which 32 columns lie in the lanes",
+        ),
     ],
 )
 def test_memory_is_foreseen(loss: Callable, avals: Sequence[jax.ShapeDtypeStruct], differentiated: Sequence) -> None:

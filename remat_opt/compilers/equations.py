@@ -80,6 +80,24 @@ def _handed_on_by(jaxpr: Any, inputs: Set[int]) -> Set[int] | None:
     return {at for at, x in enumerate(body.outvars) if not isinstance(x, compat.Literal) and x in read}
 
 
+def merges_examples(jaxpr: Any, at: int) -> bool:
+    """Whether a jaxpr joins all but the last three dimensions of an input, of images, given by its place."""
+    body = compat.bare_jaxpr(jaxpr)
+    given = body.invars[at]
+    for inner in body.eqns:
+        for operand, x in enumerate(inner.invars):
+            if x is not given:
+                continue
+            called = compat.jaxprs_in(inner.params)
+            if inner.primitive is P.reshape_p:
+                (made,) = inner.outvars
+                return len(made.aval.shape) == 4 and made.aval.shape[1:] == given.aval.shape[-3:]
+            calls = len(called) == 1 and len(compat.bare_jaxpr(called[0]).invars) == len(inner.invars)
+            if calls and merges_examples(called[0], operand):
+                return True
+    return False
+
+
 def is_strided(equation: Equation) -> bool:
     """Whether an equation takes elements that do not lie beside each other."""
     return equation.primitive is P.slice_p and any(step != 1 for step in equation.params["strides"] or ())

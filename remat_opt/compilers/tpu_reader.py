@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import multiplies_only
+from remat_opt.compilers.equations import merges_examples, multiplies_only
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
@@ -19,6 +19,7 @@ from remat_opt.compilers.tpu_products import lying_between, with_copies
 from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import (
+    bytes_before_merging,
     bytes_with_features_or_batch_in_lanes,
     has_batch_in_lanes,
     lies_otherwise,
@@ -100,9 +101,12 @@ class TpuReader(Reader):
         ops = super().ops_of(equation)
         if equation.primitive in (P.scan_p, P.cond_p):
             (op,) = ops
-            rounded = self.rounded_before(equation) if equation.primitive is P.scan_p else {}
+            rounded, waiting = {}, 0
+            if equation.primitive is P.scan_p:
+                rounded, waiting = self.rounded_before(equation), self.merged_before(equation)
             inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
-            return [*rounded.values(), dataclasses.replace(op, inputs=inputs, seconds=self.seconds_of_bodies(equation))]
+            seconds, workspace = self.seconds_of_bodies(equation), op.workspace + waiting
+            return [*rounded.values(), dataclasses.replace(op, inputs=inputs, seconds=seconds, workspace=workspace)]
         if equation.primitive is P.conv_general_dilated_p:
             (op,) = ops
             return self.with_images_copied(equation, op)
@@ -141,6 +145,19 @@ class TpuReader(Reader):
             copy = self.new(padded_bytes(aval.shape, 2))
             found[self.buffer(x)] = Op(self.behind([x]), (copy,), kind=Kind.ELEMENTWISE, name="convert_element_type")
         return found
+
+    def merged_before(self, loop: Equation) -> int:
+        """Bytes of copies of images that wait until a loop is done: XLA makes one dimension of those that number the
+        examples before the loop, and carries what it made that of, which nothing reads any more, in the device's
+        memory."""
+        constants, _ = compat.scan_counts(loop.params)
+        waiting = 0
+        for at, x in enumerate(loop.inputs[:constants]):
+            if not isinstance(x, int) or len(self.program.avals[x].shape) < 5 or not multiplies_only(loop, x):
+                continue
+            if merges_examples(loop.params["jaxpr"], at):
+                waiting += bytes_before_merging(self.program.avals[x].shape, 2)
+        return waiting
 
     def seconds_of_bodies(self, equation: Equation) -> float:
         """Seconds that XLA takes a loop or the branches of a condition to need."""

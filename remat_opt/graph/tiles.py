@@ -79,6 +79,19 @@ def lies_otherwise(shape: Sequence[int], item: int) -> bool:
     return so > padded_bytes(shape, item)
 
 
+def bytes_before_merging(shape: Sequence[int], item: int) -> int:
+    """Bytes of images of which two and more leading dimensions number the examples, as they lie where these are to
+    become one in the lanes: the last two of them in the tiles. 0 where image rows and columns pad less there.
+
+    Args:
+        shape: its dimensions, the last three of them those of one image.
+        item: bytes of one element.
+    """
+    rank = len(shape)
+    merged = _tiled_bytes(shape, item, rank - 4, rank - 5)
+    return merged if merged <= _tiled_bytes(shape, item, rank - 2, rank - 3) else 0
+
+
 def bytes_with_features_or_batch_in_lanes(shape: Sequence[int], item: int, batch: int, features: int) -> int:
     """Bytes of an image as convolutions have it, its batch and features in the tiles. Fewer than eight rows are not
     filled up to eight, but to a power of two, or to what takes four bytes."""
