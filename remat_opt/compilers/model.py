@@ -19,7 +19,7 @@ from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_clock import with_seconds
-from remat_opt.compilers.tpu_fusion import widened, with_pads_in_readers, with_results_computed
+from remat_opt.compilers.tpu_fusion import widened, with_numbers_apart, with_pads_in_readers, with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.graph import ordering
@@ -85,7 +85,9 @@ def compiled(
         reader = Reader(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
-        unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
+        import os
+        if platform == "cpu" or os.environ.get("TPU_ORDER","min")=="old" or "tpucopies" in os.environ:
+            unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
     if platform == "cpu":
         elements = [getattr(aval, "size", 0) for aval in program.avals]
         elements += [size // 4 for size in unfused.sizes[len(elements) :]]  # the compiler's own
@@ -95,7 +97,7 @@ def compiled(
     elif isinstance(reader, TpuReader):
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in program.avals] + [0] * (len(unfused.sizes) - len(program.avals))
-        unfused = with_results_computed(unfused, elements)
+        unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
         unfused = reader.in_tiles(unfused, narrow=False)
         graph = reader.in_tiles(fuse(unfused, by_kernels=True, copied=widened(unfused)).graph)
     else:
@@ -105,7 +107,9 @@ def compiled(
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
     if isinstance(reader, TpuReader):
-        ordered = tpu.on_chip(with_seconds(ordered, rates), reader.accumulated(), rates=rates, chip=chip)
+        numbers = frozenset(value for value, aval in enumerate(reader.program.avals) if aval.size == 1)
+        timed = with_seconds(ordered, rates)
+        ordered = tpu.on_chip(timed, reader.accumulated(), numbers, rates=rates, chip=chip)
     return sharing_places(ordered, platform)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import Clock, read_by
+from remat_opt.compilers.tpu_fusion import NUMBER
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
@@ -32,7 +33,7 @@ from remat_opt.graph.schedule import save_everything
 
 # 128 MiB on TPU v5e and v6e, of which 16 MiB are kept for the kernels' own scratch (XLA's `scoped_vmem_limit`).
 ON_CHIP = 112 * 2**20
-TABLE = 16 * 2**10
+PAGE = 16 * 2**10  # at whose multiples buffers begin in the device's memory, tables of a few addresses, too
 # A copy of a mebibyte and more is made in four slices, and each of them has two tables.
 SLICED_FROM = 2**20
 TABLES_OF_SLICES = 8
@@ -53,6 +54,7 @@ class Chip(enum.Enum):
 def on_chip(
     graph: Graph,
     accumulated: frozenset[int] = frozenset(),
+    numbers: frozenset[int] = frozenset(),
     *,
     rates: Rates,
     capacity: int = ON_CHIP,
@@ -64,6 +66,7 @@ def on_chip(
     Args:
         graph: kernels in the order in which they run, with the time of each (`tpu_clock.with_seconds`).
         accumulated: results of reductions that are summed up from tile to tile.
+        numbers: values of one element, which are not for the chip's vector memory.
         rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.
         chip: what may be there.
@@ -72,7 +75,7 @@ def on_chip(
         return graph
     clock = Clock(graph, capacity, rates)
     lives = simulate(graph, save_everything(graph)).lives
-    stays = _stays(graph, lives, rates, ChipMemory(capacity, clock), chip)
+    stays = _stays(graph, lives, rates, ChipMemory(capacity, clock), chip, numbers)
     sizes, unread, copies = list(graph.sizes), collections.defaultdict(set), 0
     for index, stay in stays.items():
         value, is_sliced = int(lives.value[index]), graph.sizes[int(lives.value[index])] >= SLICED_FROM
@@ -85,7 +88,12 @@ def on_chip(
         for read in _reads(graph, lives, index):
             if read > stay.outside_until:
                 unread[read].add(value)
-    sizes.append(TABLE * (_tables(graph, accumulated) + copies))
+    sizes = [-(-size // PAGE) * PAGE for size in sizes]
+    for op in graph.ops:
+        if op.name == NUMBER:
+            for value in op.outputs:
+                sizes[value] = 0
+    sizes.append(PAGE * (_tables(graph, accumulated) + copies))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name="tables"), Op((listed,), (), name="tables")
     ops = [
@@ -102,15 +110,15 @@ def _reads(graph: Graph, lives: Lives, index: int) -> list[int]:
     return by_kernels or reads
 
 
-def _stays(graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, allowed: Chip) -> dict[int, Stay]:
+def _stays(graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, allowed: Chip, numbers: frozenset[int]) -> dict[int, Stay]:
     """Where each buffer is that may be on the chip, those first that gain most there."""
     arguments = len(graph.inputs)
     sizes = lives.size.copy()
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
     gains = gains_on_chip(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
-    outside: Collection[int] = ()
+    outside: set[int] = set(numbers)
     if allowed is Chip.NOT_WHAT_LOOPS_MAKE:
-        outside = {value for op in graph.ops if op.name in OF_BODIES for value in op.outputs}
+        outside.update(value for op in graph.ops if op.name in OF_BODIES for value in op.outputs)
         gains[:arguments] = np.inf
     written_by = {given: graph.producer[output] for given, output in graph.aliases}
     stays: dict[int, Stay] = {}
@@ -144,11 +152,12 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
 
 
 def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
-    """Updates of several arrays by one gradient, and reductions that the kernel does beside another result (what is
-    reduced once more is done with the first)."""
+    """Updates of several arrays by one gradient, and kernels that do reductions beside another result: those over rows
+    only of a product (what is reduced once more is done with the first), and of what the step is given two and more."""
     outputs = set(graph.outputs)
     gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
-    reduced = 0
+    reducing: set[int] = set()
+    of_given: collections.Counter[int] = collections.Counter()
     for op in graph.ops:
         if op.kind is Kind.ELEMENTWISE and outputs.issuperset(op.outputs):
             made = [gradient_of.get(value, value) for value in op.inputs if graph.producer[value] >= 0]
@@ -156,8 +165,14 @@ def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
                 gradient_of.update(dict.fromkeys(op.outputs, max(made, key=lambda value: (graph.sizes[value], value))))
         elif op.kind is Kind.PRODUCT and outputs.issuperset(op.outputs):
             gradient_of.update(dict.fromkeys(op.outputs, op.outputs[0]))
-        elif op.kind is Kind.REDUCTION and op.inputs and not accumulated.isdisjoint(op.outputs):
-            maker = graph.producer[max(op.inputs, key=lambda value: (graph.sizes[value], value))]
-            reduced += maker < 0 or graph.ops[maker].kind is not Kind.REDUCTION
+        elif op.kind is Kind.REDUCTION and op.inputs:
+            reduced = max(op.inputs, key=lambda value: (graph.sizes[value], value))
+            maker = graph.producer[reduced]
+            kind = graph.ops[maker].kind if maker >= 0 else None
+            is_accumulated = not accumulated.isdisjoint(op.outputs)
+            if kind is None:
+                of_given[reduced] += is_accumulated
+            elif kind is not Kind.REDUCTION and (is_accumulated or kind is Kind.PRODUCT):
+                reducing.add(maker)
     updates = collections.Counter(gradient_of.values())
-    return sum(count > 1 for count in updates.values()) + reduced
+    return sum(count > 1 for count in (*updates.values(), *of_given.values())) + len(reducing)

@@ -20,7 +20,7 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
         graph: ops in an order in which they can run.
         elements: of each value their number.
     """
-    ops: list[list[Op]] = [[op] for op in graph.ops]
+    kernels: dict[int, list[Op]] = {}  # behind which op
     taken: set[int] = set()
     outputs = frozenset(graph.outputs)
     there = there_from(graph)
@@ -43,13 +43,16 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
             seconds=sum(one.seconds for one in work),
         )
         taken |= inside
-        for at in inside:
-            ops[at] = []
         # What takes an argument's place waits for all that read the argument.
         overwritten = [given_of[value] for value in stored if value in given_of]
         readers = [user for given in overwritten for user in graph.users[given] if user not in inside]
-        ops[max([index, *(user for user in readers if graph.ops[user].kind is not Kind.ELEMENTWISE)])].append(kernel)
-    left = [op for at in ops for op in at]
+        last = max([index, *(user for user in readers if graph.ops[user].kind is not Kind.ELEMENTWISE)])
+        kernels.setdefault(last, []).append(kernel)
+    left = [
+        one
+        for at, op in enumerate(graph.ops)
+        for one in (*(() if at in taken else (op,)), *kernels.get(at, ()))
+    ]
     return dataclasses.replace(graph, ops=tuple(left[at] for at in behind_operands(left)))
 
 
@@ -89,6 +92,26 @@ def _steps_after(
         if not waiting or is_stored_so:
             found = len(steps)
     return steps[:found]
+
+
+NUMBER = "number"
+
+
+def with_numbers_apart(graph: Graph, elements: Sequence[int]) -> Graph:
+    """A graph of ops in which arithmetic on single numbers is in no kernel with other work: the scalar unit does it, in
+    a memory of its own.
+
+    Args:
+        graph: of ops.
+        elements: of each value their number.
+    """
+    ops = [
+        dataclasses.replace(op, kind=Kind.OPAQUE, name=NUMBER)
+        if op.kind is Kind.ELEMENTWISE and op.outputs and all(elements[value] == 1 for value in (*op.inputs, *op.outputs))
+        else op
+        for op in graph.ops
+    ]
+    return dataclasses.replace(graph, ops=tuple(ops))
 
 
 def is_widened(graph: Graph, op: Op) -> bool:

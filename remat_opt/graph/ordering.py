@@ -43,12 +43,93 @@ def order_of(
         in_first, in_second = in_order(graph, first), in_order(graph, second)
         saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
         return second if saved > 0 else first
-    return _freeing_first(graph, _numbers_last(graph, early_order(graph)))
+    return _as_weighed(graph, sharing)
+
+
+def _as_weighed(graph: Graph, sharing: Callable[[Graph], Graph]) -> tuple[int, ...]:
+    """The order that XLA's TPU compiler takes: of a list scheduler's and a depth-first one that which peaks lower."""
+    begun, originals = _with_beginnings(graph)
+    waiting, before = with_updates_after_readers(begun)
+    first = tuple(before[at] for at in greedy(_of_loops(waiting, weighed=True)))
+    second = tuple(before[at] for at in depth_first(waiting))
+    counted = _of_loops(begun, weighed=False)
+    in_first, in_second = in_order(counted, first), in_order(counted, second)
+    saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
+    return tuple(originals[at] for at in (second if saved > 0 else first) if originals[at] >= 0)
+
+
+def _with_beginnings(graph: Graph) -> tuple[Graph, list[int]]:
+    """The graph with the empty buffers that loops begin with, each made by an op of its own, and for each op which one
+    of the graph it is; -1 for none."""
+    sizes, ops, originals = list(graph.sizes), [], []
+    for at, op in enumerate(graph.ops):
+        if op.name in LOOPS:
+            given = [graph.sizes[value] for value in op.inputs]
+            begun = []
+            for size in (graph.sizes[value] for value in op.outputs):
+                if size in given:
+                    given.remove(size)
+                elif size:
+                    begun.append(len(sizes))
+                    ops.append(Op((), (len(sizes),), kind=Kind.OPAQUE, name="empty"))
+                    originals.append(-1)
+                    sizes.append(size)
+            op = dataclasses.replace(op, inputs=(*op.inputs, *begun))
+        ops.append(op)
+        originals.append(at)
+    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(ops)), originals
+
+
+def _of_loops(graph: Graph, *, weighed: bool) -> Graph:
+    """The graph as a TPU's compiler weighs its loops, where one makes what its body needs and nothing else, or as it
+    counts them, with a second buffer for all that one is given and returns."""
+    ops = list(graph.ops)
+    for at, op in enumerate(ops):
+        if op.name in LOOPS:
+            made = sum(graph.sizes[value] for value in op.outputs)
+            given = sum(graph.sizes[value] for value in op.inputs if graph.producer[value] >= 0)
+            more = -made if weighed else max(given - made, 0)
+            ops[at] = dataclasses.replace(op, workspace=op.workspace + more)
+    return dataclasses.replace(graph, ops=tuple(ops))
 
 
 def in_order(graph: Graph, order: Sequence[int]) -> Graph:
     """The graph with its ops in another order."""
     return dataclasses.replace(graph, ops=tuple(graph.ops[op] for op in order))
+
+
+def runs_before(graph: Graph) -> list[int]:
+    """For each op those that run before it whatever the order, as bits."""
+    before: list[int] = []
+    for op in graph.ops:
+        known = 0
+        for maker in {graph.producer[value] for value in op.inputs} - {-1}:
+            known |= before[maker] | 1 << maker
+        before.append(known)
+    return before
+
+
+def with_updates_after_readers(graph: Graph) -> tuple[Graph, list[int]]:
+    """The graph with what a TPU's compiler adds before it orders kernels: what takes a donated argument's place waits
+    for all others that read it."""
+    before = runs_before(graph)
+    sizes = list(graph.sizes)
+    made: dict[int, list[int]] = {}
+    awaited: dict[int, list[int]] = {}
+    updates = {graph.producer[output] for _, output in graph.aliases}  # of several states one kernel, which reads all
+    for given, output in graph.aliases:
+        update = graph.producer[output]
+        for reader in set(graph.users[given]) - updates if update >= 0 else ():
+            if not before[update] >> reader & 1 and not before[reader] >> update & 1:
+                made.setdefault(reader, []).append(len(sizes))
+                awaited.setdefault(update, []).append(len(sizes))
+                sizes.append(0)
+    ops = [
+        dataclasses.replace(op, inputs=(*op.inputs, *awaited.get(at, ())), outputs=(*op.outputs, *made.get(at, ())))
+        for at, op in enumerate(graph.ops)
+    ]
+    order = behind_operands(ops)
+    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(ops[at] for at in order)), order
 
 
 def _numbers_last(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
