@@ -19,7 +19,14 @@ from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_clock import with_seconds
-from remat_opt.compilers.tpu_fusion import widened, with_numbers_apart, with_pads_in_readers, with_results_computed
+from remat_opt.compilers.tpu_fusion import (
+    widened,
+    with_numbers_apart,
+    with_pads_in_readers,
+    with_results_computed,
+    with_widened_beside,
+)
+from remat_opt.compilers.tpu_ordering import tpu_order
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.graph import ordering
@@ -28,6 +35,7 @@ from remat_opt.graph.fusion import fuse, held_by
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
+from remat_opt.graph.ordering import runs_before
 from remat_opt.program import compat
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.one_hot import by_comparison
@@ -85,9 +93,7 @@ def compiled(
         reader = Reader(program, rates, platform, peak_of_body)
     unfused = reader.read(donated)
     if platform not in GPUS:
-        import os
-        if platform == "cpu" or os.environ.get("TPU_ORDER","min")=="old" or "tpucopies" in os.environ:
-            unfused = with_copies_of_donated(unfused, by_all=platform == "cpu")
+        unfused = with_copies_of_donated(unfused, are_ordered=platform == "tpu")
     if platform == "cpu":
         elements = [getattr(aval, "size", 0) for aval in program.avals]
         elements += [size // 4 for size in unfused.sizes[len(elements) :]]  # the compiler's own
@@ -99,10 +105,15 @@ def compiled(
         elements = [aval.size for aval in program.avals] + [0] * (len(unfused.sizes) - len(program.avals))
         unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
         unfused = reader.in_tiles(unfused, narrow=False)
-        graph = reader.in_tiles(fuse(unfused, by_kernels=True, copied=widened(unfused)).graph)
+        graph = reader.in_tiles(with_widened_beside(fuse(unfused, by_kernels=True, copied=widened(unfused)).graph))
     else:
         graph = fuse(unfused, by_kernels=True).graph
-    order = ordering.order_of(graph, platform, saving_memory, lambda one: sharing_places(one, platform))
+
+    def sharing(one: Graph) -> Graph:
+        return sharing_places(one, platform)
+
+    is_tpu = isinstance(reader, TpuReader)
+    order = tpu_order(graph, sharing) if is_tpu else ordering.order_of(graph, platform, saving_memory, sharing)
     ordered = ordering.in_order(graph, order)
     if platform == "cpu" or platform in GPUS:
         ordered = without_what_lies_in_results(ordered, platform)
@@ -204,44 +215,35 @@ def without_mere_views(graph: Graph) -> Graph:
     return dataclasses.replace(graph, ops=tuple(ops)) if instead else graph
 
 
-def is_made_for_loops(graph: Graph, index: int) -> bool:
-    """Whether an op is elementwise work of which loops alone read the results."""
-    op = graph.ops[index]
-    users = {graph.ops[user].name for value in op.outputs for user in graph.users[value]}
-    return op.kind is Kind.ELEMENTWISE and users == {P.scan_p.name}
-
-
-def with_copies_of_donated(graph: Graph, *, by_all: bool = True) -> Graph:
+def with_copies_of_donated(graph: Graph, *, are_ordered: bool = False) -> Graph:
     """A graph in which no update overwrites a donated argument that is still to be read.
 
     Compilers decide by dependencies alone, before they have an order: where an update does not depend on some reader of
-    the argument whose place it takes, that reader gets a copy.
+    the argument whose place it takes, all readers get a copy, so that the argument's place is free until the update.
 
     Args:
         graph: ops in an order in which they can run.
-        by_all: whether all others read the copy, too, so that the argument's place is free until the update. On a TPU
-            the update has the argument on the chip.
+        are_ordered: whether readers run before the update wherever they can, so that only those get a copy that need
+            what it makes: so on a TPU (`tpu_ordering.py`).
     """
-    before: list[int] = []  # for each op those that run before it whatever the order, as bits
-    for op in graph.ops:
-        makers = {graph.producer[value] for value in op.inputs} - {-1}
-        known = 0
-        for maker in makers:
-            known |= before[maker] | 1 << maker
-        before.append(known)
+    before = runs_before(graph)
     sizes, ops = list(graph.sizes), list(graph.ops)
     copies: dict[int, list[Op]] = {}
     for given, output in graph.aliases:
         update, users = graph.producer[output], graph.users[given]
-        loose = [user for user in users if user != update and not before[update] >> user & 1]
-        if not by_all:
-            loose = [user for user in loose if not is_made_for_loops(graph, user)]
-        if update < 0 or not loose:
+        if update < 0:
+            continue
+        if are_ordered:
+            readers = [user for user in users if before[user] >> update & 1]
+        else:
+            is_loose = any(user != update and not before[update] >> user & 1 for user in users)
+            readers = users if is_loose else []
+        if not readers:
             continue
         copy = len(sizes)
         sizes.append(sizes[given])
-        readers = users if by_all else loose
-        copies.setdefault(readers[0], []).append(Op((given,), (copy,), name="copy"))
+        first = update if are_ordered else readers[0]
+        copies.setdefault(first, []).append(Op((given,), (copy,), name="copy"))
         for user in readers:
             inputs = tuple(copy if value == given else value for value in ops[user].inputs)
             ops[user] = dataclasses.replace(ops[user], inputs=inputs)

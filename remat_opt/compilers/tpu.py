@@ -9,7 +9,10 @@
    and takes room there while kernels read it.
 4. Each instruction with several results has a table of their addresses in the device's memory, and so has each copy to
    or from the chip; a large buffer is fetched in slices with tables of their own. What takes a donated argument's place
-   is made on the chip, as the argument was copied there, and copied to its place.
+   is made on the chip, as the argument was copied there, and copied to its place. Whatever lies in the device's memory
+   begins at a multiple of 16 KiB, a table or a number, too.
+5. Arithmetic on single numbers is done by a scalar unit, in a memory of its own. The numbers that kernels make for it
+   lie in the device's memory until they are read.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import collections
 import dataclasses
 import enum
 import math
-from collections.abc import Collection
+from collections.abc import Set
 
 import numpy as np
 
@@ -75,7 +78,10 @@ def on_chip(
         return graph
     clock = Clock(graph, capacity, rates)
     lives = simulate(graph, save_everything(graph)).lives
-    stays = _stays(graph, lives, rates, ChipMemory(capacity, clock), chip, numbers)
+    loops_wait = chip is Chip.NOT_WHAT_LOOPS_MAKE
+    outside = {value for op in graph.ops if op.name in OF_BODIES for value in op.outputs} if loops_wait else set()
+    memory = ChipMemory(capacity, clock)
+    stays = _stays(graph, lives, rates, memory, outside | numbers, arguments_first=loops_wait)
     sizes, unread, copies = list(graph.sizes), collections.defaultdict(set), 0
     for index, stay in stays.items():
         value, is_sliced = int(lives.value[index]), graph.sizes[int(lives.value[index])] >= SLICED_FROM
@@ -88,11 +94,8 @@ def on_chip(
         for read in _reads(graph, lives, index):
             if read > stay.outside_until:
                 unread[read].add(value)
-    sizes = [-(-size // PAGE) * PAGE for size in sizes]
-    for op in graph.ops:
-        if op.name == NUMBER:
-            for value in op.outputs:
-                sizes[value] = 0
+    computed = {value for op in graph.ops if op.name == NUMBER for value in op.outputs}
+    sizes = [0 if value in computed else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
     sizes.append(PAGE * (_tables(graph, accumulated) + copies))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name="tables"), Op((listed,), (), name="tables")
@@ -110,15 +113,15 @@ def _reads(graph: Graph, lives: Lives, index: int) -> list[int]:
     return by_kernels or reads
 
 
-def _stays(graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, allowed: Chip, numbers: frozenset[int]) -> dict[int, Stay]:
+def _stays(
+    graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, outside: Set[int], *, arguments_first: bool
+) -> dict[int, Stay]:
     """Where each buffer is that may be on the chip, those first that gain most there."""
     arguments = len(graph.inputs)
     sizes = lives.size.copy()
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
     gains = gains_on_chip(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
-    outside: set[int] = set(numbers)
-    if allowed is Chip.NOT_WHAT_LOOPS_MAKE:
-        outside.update(value for op in graph.ops if op.name in OF_BODIES for value in op.outputs)
+    if arguments_first:
         gains[:arguments] = np.inf
     written_by = {given: graph.producer[output] for given, output in graph.aliases}
     stays: dict[int, Stay] = {}

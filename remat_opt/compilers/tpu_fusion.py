@@ -48,11 +48,7 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
         readers = [user for given in overwritten for user in graph.users[given] if user not in inside]
         last = max([index, *(user for user in readers if graph.ops[user].kind is not Kind.ELEMENTWISE)])
         kernels.setdefault(last, []).append(kernel)
-    left = [
-        one
-        for at, op in enumerate(graph.ops)
-        for one in (*(() if at in taken else (op,)), *kernels.get(at, ()))
-    ]
+    left = [one for at, op in enumerate(graph.ops) for one in (*(() if at in taken else (op,)), *kernels.get(at, ()))]
     return dataclasses.replace(graph, ops=tuple(left[at] for at in behind_operands(left)))
 
 
@@ -107,7 +103,9 @@ def with_numbers_apart(graph: Graph, elements: Sequence[int]) -> Graph:
     """
     ops = [
         dataclasses.replace(op, kind=Kind.OPAQUE, name=NUMBER)
-        if op.kind is Kind.ELEMENTWISE and op.outputs and all(elements[value] == 1 for value in (*op.inputs, *op.outputs))
+        if op.kind is Kind.ELEMENTWISE
+        and op.outputs
+        and all(elements[value] == 1 for value in (*op.inputs, *op.outputs))
         else op
         for op in graph.ops
     ]
@@ -123,6 +121,25 @@ def widened(graph: Graph) -> frozenset[int]:
     """What is stored only for those who can read nothing but buffers: arrays that others are stored as in fewer
     bytes."""
     return frozenset(op.outputs[0] for op in graph.ops if is_widened(graph, op))
+
+
+def with_widened_beside(graph: Graph) -> Graph:
+    """A graph of kernels in which a product that is stored in fewer bytes, and in more for those who can read nothing
+    but buffers, writes both."""
+    ops = list(graph.ops)
+    beside: dict[int, list[int]] = {}
+    for op in graph.ops:
+        if is_widened(graph, op) and len(op.inputs) == 1:
+            maker = graph.producer[op.inputs[0]]
+            if maker >= 0 and ops[maker].kind is Kind.PRODUCT:
+                beside.setdefault(maker, []).append(op.outputs[0])
+    moved = {value for values in beside.values() for value in values}
+    kept = [
+        dataclasses.replace(op, outputs=(*op.outputs, *beside.get(at, ())))
+        for at, op in enumerate(ops)
+        if moved.isdisjoint(op.outputs)
+    ]
+    return dataclasses.replace(graph, ops=tuple(kept))
 
 
 def with_pads_in_readers(graph: Graph) -> Graph:

@@ -4,8 +4,9 @@ A jaxpr's order is not kept: compilers see dependencies, and choose. XLA's CPU c
 can run side by side, `breadth_first`, and `depth_first` where it is asked to save memory; its GPU compiler `greedy` or
 `depth_first`, whichever peaks lower. Their rules are those of XLA's `hlo_memory_scheduler.cc`; which is taken is what
 compiled steps show. (A third order, by operands alone, the GPU's compiler tries, too; in which order a kernel reads is
-not known here.) A TPU's compiler keeps the program's order, with updates as early as they can be, and loops that make
-only returned numbers last. Sizes are those of the graph, so that an order is only as true as they are.
+not known here.) So does a TPU's, of kernels that depend on more: `compilers/tpu_ordering.py`. Of an unknown platform
+the program's order is taken, with updates as early as they can be. Sizes are those of the graph, so that an order is
+only as true as they are.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from remat_opt.graph.derive import early_order
 from remat_opt.graph.fusion import held_by
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
+from remat_opt.program.platforms import GPUS
 
 LOOPS = frozenset({"scan", "while"})
-NUMBERS = 4096  # bytes: one tile
 
 
 def order_of(
@@ -31,66 +32,19 @@ def order_of(
 
     Args:
         graph: of kernels.
-        platform: "cpu", "cuda" or "tpu".
+        platform: of any compiler but a TPU's.
         saving_memory: whether the compiler is asked to.
         sharing: a graph in an order with what kernels write over their operands: of two orders with one peak that is
             taken which peaks lower so.
     """
     if platform == "cpu":
         return depth_first(graph) if saving_memory else breadth_first(graph)
-    if platform in ("cuda", "rocm"):
-        first, second = greedy(graph), depth_first(graph)
-        in_first, in_second = in_order(graph, first), in_order(graph, second)
-        saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
-        return second if saved > 0 else first
-    return _as_weighed(graph, sharing)
-
-
-def _as_weighed(graph: Graph, sharing: Callable[[Graph], Graph]) -> tuple[int, ...]:
-    """The order that XLA's TPU compiler takes: of a list scheduler's and a depth-first one that which peaks lower."""
-    begun, originals = _with_beginnings(graph)
-    waiting, before = with_updates_after_readers(begun)
-    first = tuple(before[at] for at in greedy(_of_loops(waiting, weighed=True)))
-    second = tuple(before[at] for at in depth_first(waiting))
-    counted = _of_loops(begun, weighed=False)
-    in_first, in_second = in_order(counted, first), in_order(counted, second)
+    if platform not in GPUS:
+        return early_order(graph)
+    first, second = greedy(graph), depth_first(graph)
+    in_first, in_second = in_order(graph, first), in_order(graph, second)
     saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
-    return tuple(originals[at] for at in (second if saved > 0 else first) if originals[at] >= 0)
-
-
-def _with_beginnings(graph: Graph) -> tuple[Graph, list[int]]:
-    """The graph with the empty buffers that loops begin with, each made by an op of its own, and for each op which one
-    of the graph it is; -1 for none."""
-    sizes, ops, originals = list(graph.sizes), [], []
-    for at, op in enumerate(graph.ops):
-        if op.name in LOOPS:
-            given = [graph.sizes[value] for value in op.inputs]
-            begun = []
-            for size in (graph.sizes[value] for value in op.outputs):
-                if size in given:
-                    given.remove(size)
-                elif size:
-                    begun.append(len(sizes))
-                    ops.append(Op((), (len(sizes),), kind=Kind.OPAQUE, name="empty"))
-                    originals.append(-1)
-                    sizes.append(size)
-            op = dataclasses.replace(op, inputs=(*op.inputs, *begun))
-        ops.append(op)
-        originals.append(at)
-    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(ops)), originals
-
-
-def _of_loops(graph: Graph, *, weighed: bool) -> Graph:
-    """The graph as a TPU's compiler weighs its loops, where one makes what its body needs and nothing else, or as it
-    counts them, with a second buffer for all that one is given and returns."""
-    ops = list(graph.ops)
-    for at, op in enumerate(ops):
-        if op.name in LOOPS:
-            made = sum(graph.sizes[value] for value in op.outputs)
-            given = sum(graph.sizes[value] for value in op.inputs if graph.producer[value] >= 0)
-            more = -made if weighed else max(given - made, 0)
-            ops[at] = dataclasses.replace(op, workspace=op.workspace + more)
-    return dataclasses.replace(graph, ops=tuple(ops))
+    return second if saved > 0 else first
 
 
 def in_order(graph: Graph, order: Sequence[int]) -> Graph:
@@ -107,80 +61,6 @@ def runs_before(graph: Graph) -> list[int]:
             known |= before[maker] | 1 << maker
         before.append(known)
     return before
-
-
-def with_updates_after_readers(graph: Graph) -> tuple[Graph, list[int]]:
-    """The graph with what a TPU's compiler adds before it orders kernels: what takes a donated argument's place waits
-    for all others that read it."""
-    before = runs_before(graph)
-    sizes = list(graph.sizes)
-    made: dict[int, list[int]] = {}
-    awaited: dict[int, list[int]] = {}
-    updates = {graph.producer[output] for _, output in graph.aliases}  # of several states one kernel, which reads all
-    for given, output in graph.aliases:
-        update = graph.producer[output]
-        for reader in set(graph.users[given]) - updates if update >= 0 else ():
-            if not before[update] >> reader & 1 and not before[reader] >> update & 1:
-                made.setdefault(reader, []).append(len(sizes))
-                awaited.setdefault(update, []).append(len(sizes))
-                sizes.append(0)
-    ops = [
-        dataclasses.replace(op, inputs=(*op.inputs, *awaited.get(at, ())), outputs=(*op.outputs, *made.get(at, ())))
-        for at, op in enumerate(graph.ops)
-    ]
-    order = behind_operands(ops)
-    return dataclasses.replace(graph, sizes=tuple(sizes), ops=tuple(ops[at] for at in order)), order
-
-
-def _numbers_last(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
-    """An order in which loops run last that make nothing but numbers that the step returns, as that of a loss whose
-    gradient another loop makes."""
-    only_returned = [False] * len(graph.ops)
-    for index in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[index]
-        if op.outputs and op.kind is not Kind.BARRIER:
-            are_numbers = all(graph.sizes[value] <= NUMBERS for value in op.outputs)
-            users = {user for value in op.outputs for user in graph.users[value]}
-            only_returned[index] = are_numbers and all(only_returned[user] for user in users)
-    late: set[int] = set()
-    for index in order:
-        op = graph.ops[index]
-        if only_returned[index] and (op.name in LOOPS or any(graph.producer[value] in late for value in op.inputs)):
-            late.add(index)
-    given = set(graph.inputs)
-    for index in order:  # and what they alone read, as soon as what the step was given suffices for that
-        op = graph.ops[index]
-        users = {user for value in op.outputs for user in graph.users[value]}
-        if op.kind is Kind.ELEMENTWISE and users and late.issuperset(users) and given.issuperset(op.inputs):
-            late.add(index)
-    return (*(index for index in order if index not in late), *(index for index in order if index in late))
-
-
-def _freeing_first(graph: Graph, order: Sequence[int]) -> tuple[int, ...]:
-    """An order in which of two kernels that stand side by side the one runs first that frees more than it makes, where
-    the other makes more than it frees."""
-    found = list(order)
-    left = [len(users) for users in graph.users]
-    kept = {*graph.inputs, *graph.outputs}
-    given_of = {output: given for given, output in graph.aliases}
-
-    def made(op: Op) -> int:
-        freed = sum(graph.sizes[v] for v in {*op.inputs} if left[v] == 1 and v not in kept)
-        return sum(graph.sizes[v] for v in op.outputs) - freed
-
-    for at in range(len(found) - 1):
-        first, second = graph.ops[found[at]], graph.ops[found[at + 1]]
-        overwritten = {given_of[value] for value in second.outputs if value in given_of}
-        can_change = (
-            Kind.BARRIER not in (first.kind, second.kind)
-            and set(second.inputs).isdisjoint(first.outputs)
-            and overwritten.isdisjoint(first.inputs)
-        )
-        if can_change and made(first) > 0 > made(second):
-            found[at], found[at + 1] = found[at + 1], found[at]
-        for value in {*graph.ops[found[at]].inputs}:
-            left[value] -= 1
-    return tuple(found)
 
 
 def behind_operands(ops: Sequence[Op], left_out: Iterable[int] = ()) -> list[int]:
