@@ -165,9 +165,21 @@ def test_a_reader_that_an_update_does_not_depend_on_gets_a_copy_of_the_donated_a
         ((4, 1), (2,)),
         ((4,), (3,)),
     ]  # so that value 0's place is free
-    copied = with_copies_of_donated(graph, by_all=False)
-    assert [(op.inputs, op.outputs) for op in copied.ops] == [((0,), (1,)), ((0, 1), (2,)), ((0,), (4,)), ((4,), (3,))]
+    assert with_copies_of_donated(graph, are_ordered=True).ops == ops
     assert with_copies_of_donated(Graph((8, 1, 8), ops[:2], (0,), (2,), ((0, 2),), fused=True)).ops == ops[:2]
+
+
+def test_where_readers_run_before_updates_only_those_that_need_the_update_get_a_copy() -> None:
+    ops = (Op((0,), (1,)), Op((0, 1), (2,)), Op((0, 2), (3,)), Op((0,), (4,)))
+    graph = Graph((8, 1, 8, 1, 1), ops, inputs=(0,), outputs=(2, 3, 4), aliases=((0, 2),), fused=True)
+    copied = with_copies_of_donated(graph, are_ordered=True)
+    assert [(op.inputs, op.outputs) for op in copied.ops] == [
+        ((0,), (1,)),
+        ((0,), (5,)),
+        ((0, 1), (2,)),
+        ((5, 2), (3,)),
+        ((0,), (4,)),
+    ]
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from remat_opt.compilers.equations import multiplies_only
 from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.graph.cost import Rates
-from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.ordering import order_of
 from remat_opt.graph.tiles import lies_otherwise
 from remat_opt.program.images import with_split_batch
 from remat_opt.program.inline import Program, inline
@@ -163,21 +161,6 @@ def test_whether_products_alone_read_what_a_loop_is_given(turn: Callable, multip
     weight, carry = program.inputs
     assert multiplies_only(loop, weight) == multiplies
     assert not multiplies_only(loop, carry)
-
-
-def test_of_two_kernels_side_by_side_the_one_that_frees_runs_first() -> None:
-    def op(inputs: tuple[int, ...], made: int) -> Op:
-        return Op(inputs, (made,), kind=Kind.OPAQUE)
-
-    makes, frees = op((0,), 2), op((1,), 3)
-    graph = Graph(
-        sizes=(8, 8, 8, 1, 1), ops=(op((), 0), op((), 1), makes, frees, op((0, 2, 3), 4)), inputs=(), outputs=(4,)
-    )
-    assert order_of(graph, "tpu", False) == (0, 1, 3, 2, 4)
-    waiting = Graph(
-        sizes=graph.sizes, ops=(*graph.ops[:2], makes, op((1, 2), 3), op((0, 3), 4)), inputs=(), outputs=(4,)
-    )
-    assert order_of(waiting, "tpu", False) == (0, 1, 2, 3, 4)
 
 
 def test_mapped_pools_have_images_with_several_dimensions_of_examples() -> None:
