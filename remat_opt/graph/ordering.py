@@ -20,7 +20,6 @@ from remat_opt.graph.derive import early_order
 from remat_opt.graph.fusion import held_by
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
-from remat_opt.program.platforms import GPUS
 
 LOOPS = frozenset({"scan", "while"})
 
@@ -39,7 +38,7 @@ def order_of(
     """
     if platform == "cpu":
         return depth_first(graph) if saving_memory else breadth_first(graph)
-    if platform not in GPUS:
+    if platform not in ("cuda", "rocm"):
         return early_order(graph)
     first, second = greedy(graph), depth_first(graph)
     in_first, in_second = in_order(graph, first), in_order(graph, second)
