@@ -98,6 +98,26 @@ def merges_examples(jaxpr: Any, at: int) -> bool:
     return False
 
 
+def mixes_dimensions(equation: Equation, program: Program) -> bool:
+    """Whether a reshape does more than to join neighbouring dimensions and to divide dimensions: rows of one length
+    become rows of another."""
+    if equation.primitive is not P.reshape_p or not isinstance(equation.inputs[0], int):
+        return False
+    left = [size for size in program.avals[equation.inputs[0]].shape if size != 1]
+    right = [size for size in program.avals[equation.outputs[0]].shape if size != 1]
+    while left and right:
+        counts, products = [1, 1], [left.pop(), right.pop()]
+        while products[0] != products[1]:
+            smaller, sizes = (0, left) if products[0] < products[1] else (1, right)
+            if not sizes:
+                return False  # an empty array
+            counts[smaller] += 1
+            products[smaller] *= sizes.pop()
+        if min(counts) > 1:
+            return True
+    return False
+
+
 def is_strided(equation: Equation) -> bool:
     """Whether an equation takes elements that do not lie beside each other."""
     return equation.primitive is P.slice_p and any(step != 1 for step in equation.params["strides"] or ())

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import merges_examples, multiplies_only
+from remat_opt.compilers.equations import merges_examples, mixes_dimensions, multiplies_only
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
@@ -66,6 +66,10 @@ class TpuReader(Reader):
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         return self.cutting.with_copies(equation, super().ops_at(index, equation))
 
+    def is_renamed(self, equation: Equation) -> bool:
+        """Rows of another length lie otherwise in tiles."""
+        return super().is_renamed(equation) and not mixes_dimensions(equation, self.program)
+
     def rename(self, equation: Equation) -> None:
         """What has another shape is an image that is put together."""
         cut = self.cutting.cut_operands(equation)
@@ -99,6 +103,8 @@ class TpuReader(Reader):
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)
+        if mixes_dimensions(equation, self.program):
+            return [dataclasses.replace(op, kind=Kind.OPAQUE) for op in ops]
         if equation.primitive in (P.scan_p, P.cond_p):
             (op,) = ops
             rounded, waiting = {}, 0
