@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers.equations import multiplies_only
+from remat_opt.compilers.equations import mixes_dimensions, multiplies_only
 from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.graph.cost import Rates
@@ -17,6 +17,8 @@ from remat_opt.program.inline import Program, inline
 from remat_opt.targets import reports_gaps_twice
 from remat_opt.targets.compile import measure_flat
 from remat_opt.targets.devices import resolve_target
+
+RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
 
 
 def array(*shape: int, dtype: jnp.dtype = jnp.float32) -> jax.ShapeDtypeStruct:
@@ -161,6 +163,27 @@ def test_whether_products_alone_read_what_a_loop_is_given(turn: Callable, multip
     weight, carry = program.inputs
     assert multiplies_only(loop, weight) == multiplies
     assert not multiplies_only(loop, carry)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "mixes"),
+    [
+        ((8, 192, 385), (8, 385, 192), True),  # rows of another length
+        ((8, 6, 6, 32), (6, 6, 256), True),
+        ((8, 192, 384), (8, 192, 4, 96), False),
+        ((8, 192, 4, 96), (1536, 384), False),
+        ((4, 1, 6), (1, 4, 6, 1), False),
+        ((6, 4), (2, 3, 2, 2), False),
+        ((0, 3), (3, 0), False),
+    ],
+)
+def test_reshapes_that_do_more_than_to_join_and_divide_dimensions(
+    before: tuple[int, ...], after: tuple[int, ...], mixes: bool
+) -> None:
+    program = program_of(lambda x: jnp.reshape(x, after), array(*before))
+    assert mixes_dimensions(program.equations[0], program) == mixes
+    graph = compiled(program_of(lambda x: jnp.reshape(x + 1, after) * 2, array(*before)), RATES, platform="tpu")
+    assert ("reshape" in [op.name for op in graph.ops]) == mixes
 
 
 def test_mapped_pools_have_images_with_several_dimensions_of_examples() -> None:
