@@ -218,8 +218,8 @@ def test_an_image_is_written_dilated_unless_the_kernel_is_a_reversed_one() -> No
     assert "pad" not in dict(made(graph_of(lambda x, kernel: fun(x, kernel, True), *avals)))
 
 
-@pytest.mark.parametrize(("platform", "copies"), [("cuda", 0), ("tpu", 1)])
-def test_a_gpu_has_no_copies_of_donated_arguments(platform: str, copies: int) -> None:
+@pytest.mark.parametrize(("platform", "copies"), [("cuda", 0), ("tpu", 0), ("cpu", 1)])
+def test_a_gpu_and_a_tpu_have_no_copies_of_donated_arguments(platform: str, copies: int) -> None:
     def step(w, x):
         return w - x.T @ x, x @ w
 

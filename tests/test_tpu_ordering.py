@@ -1,5 +1,8 @@
 """In which order a TPU's compiler runs kernels, and what single numbers take, against the compiler itself."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -16,7 +19,7 @@ from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.ordering import depth_first, greedy, in_order
 from remat_opt.program import compat
 from remat_opt.program.inline import inline
-from remat_opt.targets import reports_gaps_twice
+from remat_opt.targets import read_live_buffers
 from remat_opt.targets.compile import measure_flat
 from remat_opt.targets.devices import resolve_target
 
@@ -120,21 +123,27 @@ def normed(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
     return [weight - gradient / length for weight, gradient in zip(weights, gradients, strict=True)]
 
 
-def test_numbers_wait_in_pages_of_the_devices_memory() -> None:
+def allocated(fun: Callable, avals: list, donated: list[int], folder: Path) -> int:
+    """Bytes that XLA allocates for a program, whatever libtpu reports of them."""
+    measure_flat(fun, avals, donated=donated, target="v5e", dump_to=folder)
+    return read_live_buffers(folder).allocated_bytes
+
+
+def test_numbers_wait_in_pages_of_the_devices_memory(tmp_path: Path) -> None:
     target, flat = resolve_target("v5e"), [array(128, 128)] * 64 + [array(512, 128)]
     program = inline(jax.make_jaxpr(normed)(flat[:-1], flat[-1]), with_barriers=True, keep_names=False)
     graph = compiled(program, Rates(target.bandwidth, target.flops), (True,) * 64 + (False,), platform="tpu")
-    found = measure_flat(lambda *args: normed(list(args[:-1]), args[-1]), flat, donated=range(64), target="v5e")
-    assert found.temp_bytes > 64 * tpu.PAGE
-    assert allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu")) == pytest.approx(found.temp_bytes, rel=0.2)
+    found = allocated(lambda *args: normed(list(args[:-1]), args[-1]), flat, list(range(64)), tmp_path)
+    assert found > 64 * tpu.PAGE
+    assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)
 
 
 @pytest.mark.parametrize("network", ["unseen/conv3d", "unseen/wavenet"])
-def test_memory_is_foreseen_in_the_compilers_order(network: str) -> None:
+def test_memory_is_foreseen_in_the_compilers_order(network: str, tmp_path: Path) -> None:
     given, args, kwargs, options = load_step(Row(network, None, None, "v5e"))
-    foreseen = remat_opt.optimize(given, target="v5e", verify=False, **options).prepare(*args, **kwargs).as_given
+    graph = remat_opt.optimize(given, target="v5e", verify=False, **options).prepare(*args, **kwargs).graph_as_given
     traced = jax.jit(given, **options).trace(*args, **kwargs)
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((args, kwargs))]
     donated = [at for at, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
-    found = measure_flat(compat.function_of_jaxpr(traced), avals, donated=donated, target="v5e").temp_bytes
-    assert foreseen == pytest.approx(found, rel=0.1)
+    found = allocated(compat.function_of_jaxpr(traced), avals, donated, tmp_path)
+    assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.1)
