@@ -1,8 +1,8 @@
 """In which order a TPU's compiler runs kernels.
 
 It is the scheduler of XLA's other compilers (`hlo_memory_scheduler.cc`), which takes of a list scheduler's order and a
-depth-first one that which peaks lower; seen in dumps of libtpu 0.0.51, whose passes before and after
-`hlo-memory-scheduler-with-brkga-fallback` have the same peak to the byte as these two orders of what stands there.
+depth-first one that which peaks lower; seen in dumps of libtpu 0.0.51, whose schedules behind
+`hlo-memory-scheduler-with-brkga-fallback` peak within a kilobyte of one of these two orders of what stands there.
 What it orders is more than the kernels: donated arguments are overwritten behind control dependencies, not copied, and
 loops have buffers of their own. (A third order, by operands alone, and a search where memory is short are not here.)
 """
@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from graphlib import CycleError, TopologicalSorter
 
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import peak_of
-from remat_opt.graph.ordering import LOOPS, behind_operands, depth_first, greedy, in_order, runs_before
+from remat_opt.graph.ordering import LOOPS, behind_operands, depth_first, greedy, lower_of, runs_before
 
 
 def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: graph) -> tuple[int, ...]:
@@ -29,10 +29,8 @@ def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: gr
     waiting, before = with_updates_behind_readers(begun)
     first = tuple(before[at] for at in greedy(_of_loops(waiting, weighed=True)))
     second = tuple(before[at] for at in depth_first(waiting))
-    counted = _of_loops(begun, weighed=False)
-    in_first, in_second = in_order(counted, first), in_order(counted, second)
-    saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
-    return tuple(originals[at] for at in (second if saved > 0 else first) if originals[at] >= 0)
+    taken = lower_of(_of_loops(begun, weighed=False), first, second, sharing)
+    return tuple(originals[at] for at in taken if originals[at] >= 0)
 
 
 def with_updates_behind_readers(graph: Graph) -> tuple[Graph, list[int]]:
@@ -66,21 +64,12 @@ def with_updates_behind_readers(graph: Graph) -> tuple[Graph, list[int]]:
 def _can_run(ops: list[Op]) -> bool:
     """Whether no op waits for itself."""
     maker = {value: index for index, op in enumerate(ops) for value in op.outputs}
-    missing = [len({maker[value] for value in op.inputs if value in maker}) for op in ops]
-    users: list[set[int]] = [set() for _ in ops]
-    for index, op in enumerate(ops):
-        for value in op.inputs:
-            if value in maker:
-                users[maker[value]].add(index)
-    ready = [index for index, count in enumerate(missing) if not count]
-    ran = 0
-    while ready:
-        ran += 1
-        for user in users[ready.pop()]:
-            missing[user] -= 1
-            if not missing[user]:
-                ready.append(user)
-    return ran == len(ops)
+    waiting = {index: {maker[value] for value in op.inputs if value in maker} for index, op in enumerate(ops)}
+    try:
+        TopologicalSorter(waiting).prepare()
+    except CycleError:
+        return False
+    return True
 
 
 def _with_beginnings(graph: Graph) -> tuple[Graph, list[int]]:

@@ -40,7 +40,13 @@ def order_of(
         return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform not in ("cuda", "rocm"):
         return early_order(graph)
-    first, second = greedy(graph), depth_first(graph)
+    return lower_of(graph, greedy(graph), depth_first(graph), sharing)
+
+
+def lower_of(
+    graph: Graph, first: tuple[int, ...], second: tuple[int, ...], sharing: Callable[[Graph], Graph]
+) -> tuple[int, ...]:
+    """Of two orders that which peaks lower, or does with `sharing` as of `order_of`; else the first."""
     in_first, in_second = in_order(graph, first), in_order(graph, second)
     saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
     return second if saved > 0 else first
