@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 NETWORK = "network, batch, size"
-_WORDS = frozenset({NETWORK, "step", "target", "jax"})  # columns that hold no figures
+_WORDS = frozenset({NETWORK, "network", "step", "target", "jax"})  # columns that hold no figures
 
 
 def page(title: str, about: str, columns: Sequence[str], rows: Iterable[Sequence[str]], last: str = "") -> str:
