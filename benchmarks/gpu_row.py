@@ -148,9 +148,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
             yield {"variant": variant, "result": {**results[variant], "step_seconds": spread, **about}}
 
 
-def _compile_all(
-    row: Row, variants: Sequence[str], plans: Path | None
-) -> tuple[dict[str, Ready], dict[str, str]]:
+def _compile_all(row: Row, variants: Sequence[str], plans: Path | None) -> tuple[dict[str, Ready], dict[str, str]]:
     """The variants that compile, and what is said of those that do not."""
     ready, failed = {}, {}
     with ThreadPoolExecutor(COMPILING_AT_ONCE) as pool:

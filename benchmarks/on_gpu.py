@@ -2,11 +2,11 @@
 
     python -m benchmarks.on_gpu plan --table feng_huang --rows resnet50    # anywhere: plans by the absent compiler
     python -m benchmarks.on_gpu run --table feng_huang --rows resnet50     # on the GPU, with those plans
-    python -m benchmarks.on_gpu batch --rows resnet50 --variants plain,nn.remat,ours --from 1400,4000,5000
+    python -m benchmarks.on_gpu batch --rows resnet50 --batches plain=280,320 nn.remat=800,900 ours=1600,1800
 
 Planning needs no GPU, so it is apart: what a GPU is lent for is spent on it. Plans are for the JAX that made them. Each
-network runs in a process of its own, in which all its variants take turns. `batch` looks for the largest number of
-examples in steps of a part in forty, each try in a process of its own. Results are kept in `benchmarks/results/`.
+network runs in a process of its own, in which all its variants take turns. `batch` tries numbers of examples in a part
+of the GPU's memory, each in a process of its own, several at once. Results are kept in `benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ from benchmarks.tables import TABLES, Row, is_planned
 
 ROOT = Path(__file__).resolve().parent.parent
 VARIANTS = ("plain", "nn.remat", "dots_saveable", "ours", "ours@nn.remat", "ours@dots_saveable")
-STEP_OF_BATCHES = 1 / 40
 
 
 def plan(table: str, rows: Sequence[Row], variants: Sequence[str], target: str, folder: Path) -> None:
@@ -37,7 +37,16 @@ def plan(table: str, rows: Sequence[Row], variants: Sequence[str], target: str, 
         for variant in filter(is_planned, variants):
             file = plan_file(folder, row, variant)
             if not file.exists():
-                command = [sys.executable, "-m", "benchmarks.on_gpu", "plan-one", "--table", table, "--rows", row.network]
+                command = [
+                    sys.executable,
+                    "-m",
+                    "benchmarks.on_gpu",
+                    "plan-one",
+                    "--table",
+                    table,
+                    "--rows",
+                    row.network,
+                ]
                 options = ["--variants", variant, "--target", target, "--plans", str(folder)]
                 done = subprocess.run([*command, *options], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})
                 print(row.key, variant, "planned" if done.returncode == 0 else "failed", flush=True)
@@ -113,12 +122,16 @@ def to_markdown(results: Results) -> str:
                     _megabytes(absent.get(key, {}).get(name, {}).get("physical_peak_bytes")),
                     _megabytes(result["physical_peak_bytes"]),
                     _megabytes(allocated),
-                    f"{allocated / plain['allocated_bytes']:.0%}" if allocated and plain.get("allocated_bytes") else "–",
+                    f"{allocated / plain['allocated_bytes']:.0%}"
+                    if allocated and plain.get("allocated_bytes")
+                    else "–",
                     f"{seconds * 1e3:.1f}",
                     f"{seconds / plain['step_seconds'][1]:.3f}" if "step_seconds" in plain else "–",
                 ]
             )
-    devices = sorted({f"{each['device']}, jax {each['jax_version']}" for row in results.values() for each in row.values()})
+    devices = sorted(
+        {f"{each['device']}, jax {each['jax_version']}" for row in results.values() for each in row.values()}
+    )
     about = (
         f"Written by `python -m benchmarks.on_gpu run` on: {'; '.join(devices)}. Steps are float32, SGD with momentum, "
         "state donated, at the batches of the tables. Memory is the physical peak: temporary memory, arguments and "
@@ -133,25 +146,19 @@ def _megabytes(count: int | None) -> str:
     return "–" if count is None else f"{count / 1e6:.0f}"
 
 
-def largest_batch(table: str, row: Row, variant: str, start: int, options: argparse.Namespace) -> dict[str, Any]:
-    """The largest batch that trains and the next that does not, in steps of `STEP_OF_BATCHES` from a first guess."""
-    fits: dict[str, Any] | None = None
-    refused: dict[str, Any] | None = None
-    batch = start
-    while fits is None or refused is None:
+def run_batches(
+    table: str, row: Row, variant: str, batches: Sequence[int], options: argparse.Namespace
+) -> dict[str, dict[str, Any]]:
+    """What becomes of a variant at each of these batches, several tries at once, each in a part of the GPU's memory."""
+
+    def one(batch: int) -> dict[str, Any]:
         request = Request(table, row.key, [variant], str(options.plans), 2, batch)
         (answer,) = ask(request, memory_fraction=options.memory_fraction, time_limit=options.time_limit)
-        result = {"batch": batch, **answer["result"]}
-        print(row.key, variant, json.dumps(result), flush=True)
-        if "step_seconds" in result:
-            fits = result
-        elif "RESOURCE_EXHAUSTED" in result["error"]:
-            refused = result
-        else:
-            return {"fits": fits, "refused": refused, "error": result["error"]}
-        step = max(1, round(start * STEP_OF_BATCHES))
-        batch += step if "step_seconds" in result else -step
-    return {"fits": fits, "refused": refused, "memory_fraction": options.memory_fraction}
+        print(row.key, variant, batch, json.dumps(answer["result"]), flush=True)
+        return answer["result"]
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        return {str(batch): result for batch, result in zip(batches, pool.map(one, batches), strict=True)}
 
 
 def main() -> None:
@@ -166,8 +173,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--turns", type=int, default=8, help="turns of each variant; default: %(default)s")
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for a process; default: %(default).0f")
-    parser.add_argument("--from", dest="start", help="first batches to try, one for each variant")
-    parser.add_argument("--memory-fraction", type=float, default=0.95, help="of the GPU's memory, for `batch`")
+    parser.add_argument("--batches", nargs="+", help="to try, for each variant; one network only")
+    parser.add_argument(
+        "--memory-fraction", type=float, default=0.16, help="of the GPU's memory, for one try of `batch`"
+    )
+    parser.add_argument("--at-once", type=int, default=5, help="tries of `batch`; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="also what has a result")
     options = parser.parse_args()
     wanted = options.rows.split(",") if options.rows else [row.network for row in TABLES[options.table]]
@@ -181,11 +191,12 @@ def main() -> None:
         run(options.table, rows, variants, options)
     else:
         file = options.results / "on_gpu_batches.json"
-        for row in rows:
-            for variant, start in zip(variants, map(int, options.start.split(",")), strict=True):
-                found = largest_batch(options.table, row, variant, start, options)
-                known = load(file)
-                save(file, {**known, row.key: {**known.get(row.key, {}), variant: found}})
+        for tried in options.batches:
+            variant, _, batches = tried.partition("=")
+            found = run_batches(options.table, rows[0], variant, list(map(int, batches.split(","))), options)
+            known = load(file).get(rows[0].key, {})
+            results = {**known, variant: {**known.get(variant, {}), **found}}
+            save(file, {**load(file), rows[0].key: results})
 
 
 if __name__ == "__main__":
