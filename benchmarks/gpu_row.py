@@ -90,7 +90,8 @@ def _compile(example: TrainingExample, lowered: Any) -> Ready:
 def _allocated(ready: Ready, steps: int = 2) -> tuple[int | None, list[float]]:
     """What the allocator held at most for a step alone, in bytes, and the losses.
 
-    The allocator's peak is that since the process began: None where it was higher before, as when a kernel is chosen.
+    The allocator's peak is that since the process began: None where it was higher before, as when a kernel is chosen,
+    and where a device says nothing of its allocator.
     """
     device = jax.devices()[0]
     before = device.memory_stats()
@@ -99,8 +100,9 @@ def _allocated(ready: Ready, steps: int = 2) -> tuple[int | None, list[float]]:
         state, loss = ready.call(state, *batch)
         losses.append(float(loss))
     after = device.memory_stats()
-    is_ours = after["peak_bytes_in_use"] > before["peak_bytes_in_use"]
-    return after["peak_bytes_in_use"] - before["bytes_in_use"] if is_ours else None, losses
+    if before is None or after is None or after["peak_bytes_in_use"] <= before["peak_bytes_in_use"]:
+        return None, losses
+    return after["peak_bytes_in_use"] - before["bytes_in_use"], losses
 
 
 def _seconds(ready: Mapping[str, Ready], turns: int) -> dict[str, list[float]]:

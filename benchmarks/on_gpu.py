@@ -27,6 +27,8 @@ from benchmarks.results_file import RESULTS, Results, file_of, load, save
 from benchmarks.tables import TABLES, Row, is_planned
 
 ROOT = Path(__file__).resolve().parent.parent
+FILE = RESULTS / "on_gpu.json"
+BATCHES = RESULTS / "on_gpu_batches.json"
 VARIANTS = ("plain", "nn.remat", "dots_saveable", "ours", "ours@nn.remat", "ours@dots_saveable")
 
 
@@ -88,7 +90,7 @@ def ask(request: Request, memory_fraction: float | None = None, time_limit: floa
 
 def run(table: str, rows: Sequence[Row], variants: Sequence[str], options: argparse.Namespace) -> None:
     """Run what has no result yet."""
-    file = options.results / "on_gpu.json"
+    file = options.results / FILE.name
     for row in rows:
         found = load(file).get(row.key, {})
         if not options.again and all("step_seconds" in found.get(variant, {}) for variant in variants):
@@ -100,50 +102,40 @@ def run(table: str, rows: Sequence[Row], variants: Sequence[str], options: argpa
             print(row.key, variant, json.dumps(result), flush=True)
 
 
+Result = dict[str, Any]
 COLUMNS = ["network", "step", "absent compiler, MB", "compiler, MB", "allocator, MB", "of plain", "ms", "times plain"]
 
 
 def to_markdown(results: Results) -> str:
     """The page of the steps that ran."""
     absent = {key: found for table in TABLES for key, found in load(file_of(table, "h200")).items()}
-    lines = []
-    for key, variants in results.items():
-        plain = variants.get("plain", {})
-        for name, result in variants.items():
-            if "error" in result:
-                lines.append([key, name, *("–" for _ in COLUMNS[2:-1]), result["error"][:80]])
-                continue
-            seconds = result["step_seconds"][1]
-            allocated = result["allocated_bytes"]
-            lines.append(
-                [
-                    key,
-                    name,
-                    _megabytes(absent.get(key, {}).get(name, {}).get("physical_peak_bytes")),
-                    _megabytes(result["physical_peak_bytes"]),
-                    _megabytes(allocated),
-                    f"{allocated / plain['allocated_bytes']:.0%}"
-                    if allocated and plain.get("allocated_bytes")
-                    else "–",
-                    f"{seconds * 1e3:.1f}",
-                    f"{seconds / plain['step_seconds'][1]:.3f}" if "step_seconds" in plain else "–",
-                ]
-            )
-    devices = sorted(
-        {f"{each['device']}, jax {each['jax_version']}" for row in results.values() for each in row.values()}
-    )
+    lines = [
+        _cells(key, name, result, found.get("plain", {}), absent.get(key, {}).get(name, {}))
+        for key, found in results.items()
+        for name, result in found.items()
+    ]
+    devices = {f"{each['device']}, jax {each['jax_version']}" for row in results.values() for each in row.values()}
     about = (
-        f"Written by `python -m benchmarks.on_gpu run` on: {'; '.join(devices)}. Steps are float32, SGD with momentum, "
-        "state donated, at the batches of the tables. Memory is the physical peak: temporary memory, arguments and "
-        "outputs, what is aliased once; by the compiler for an absent H200 (as in the tables), by the compiler beside "
-        "the GPU, which tries kernels, and by the allocator while two steps ran alone (–: choosing kernels took more "
-        "before). Time is the median of turns, all variants taking turns in one process."
+        f"Written by `python -m benchmarks.on_gpu run` on: {'; '.join(sorted(devices))}. Steps are float32, SGD with "
+        "momentum, state donated, at the batches of the tables. Memory is the physical peak: temporary memory, "
+        "arguments and outputs, what is aliased once; by the compiler for an absent H200 (as in the tables), by the "
+        "compiler beside the GPU, which tries kernels, and by the allocator while two steps ran alone (–: choosing "
+        "kernels took more before). Time is the median of turns, all variants taking turns in one process."
     )
     return page("Steps that ran on a GPU", about, COLUMNS, lines)
 
 
-def _megabytes(count: int | None) -> str:
-    return "–" if count is None else f"{count / 1e6:.0f}"
+def _cells(key: str, name: str, result: Result, plain: Result, absent: Result) -> list[str]:
+    if "error" in result:
+        return [key, name, *("–" for _ in COLUMNS[2:-1]), result["error"][:80]]
+    peak, seconds = result["physical_peak_bytes"], result["step_seconds"][1]
+    sizes = (absent.get("physical_peak_bytes"), peak, result["allocated_bytes"])
+    return [
+        *(key, name, *("–" if size is None else f"{size / 1e6:.0f}" for size in sizes)),
+        f"{peak / plain['physical_peak_bytes']:.0%}" if "step_seconds" in plain else "–",
+        f"{seconds * 1e3:.1f}",
+        f"{seconds / plain['step_seconds'][1]:.3f}" if "step_seconds" in plain else "–",
+    ]
 
 
 def run_batches(
@@ -190,7 +182,7 @@ def main() -> None:
     elif options.what == "run":
         run(options.table, rows, variants, options)
     else:
-        file = options.results / "on_gpu_batches.json"
+        file = options.results / BATCHES.name
         for tried in options.batches:
             variant, _, batches = tried.partition("=")
             found = run_batches(options.table, rows[0], variant, list(map(int, batches.split(","))), options)

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import loops
+from benchmarks import loops, on_gpu
 from benchmarks.markdown import cut_of
 from benchmarks.pages import megabytes
 from benchmarks.results_file import Results, file_of, load
@@ -157,6 +157,41 @@ def loops_table() -> str:
     return "\n".join(lines)
 
 
+def gpu_table() -> str:
+    """Memory and time of the steps that ran on a GPU, as they are kept."""
+    results = load(on_gpu.FILE)
+    shown = {"nn.remat": "`nn.remat` by hand", "ours@nn.remat": "remat_opt, as much", "ours": "remat_opt, the least"}
+    devices = {f"{one['device']} (jax {one['jax_version']})" for found in results.values() for one in found.values()}
+    lines = [
+        "| network, batch | plain | " + " | ".join(shown.values()) + " |",
+        "|---|---:|" + "---:|" * len(shown),
+    ]
+    for row in (row for table in TABLES.values() for row in table if row.key in results):
+        found = results[row.key]
+        plain = found["plain"]["step_seconds"][1]
+        cells = [
+            f"{found[name]['physical_peak_bytes'] / 1e6:.0f} MB, {found[name]['step_seconds'][1] / plain:.2f}×"
+            for name in shown
+        ]
+        cells.insert(0, f"{found['plain']['physical_peak_bytes'] / 1e6:.0f} MB, {plain * 1e3:.1f} ms")
+        lines.append(f"| {row.network}, {EXAMPLES[row.network].batch} | " + " | ".join(cells) + " |")
+    tried = load(on_gpu.BATCHES).get("resnet50", {})
+    trained = {
+        name: max(int(batch) for batch, result in of.items() if "step_seconds" in result) for name, of in tried.items()
+    }
+    lines += [
+        "",
+        f"Physical peak and time of a step on an {', '.join(sorted(devices))}; "
+        "times are those of the plain step. *As much* has what `nn.remat` takes by the absent compiler for its budget: "
+        "the plans were made without the GPU, whose allocator then held what its compiler said, to two kilobytes. In "
+        f"24 GB of it a ResNet-50 trained with {trained['plain']} images as it is (XLA itself computes again what does "
+        f"not fit), with {trained['nn.remat']} by hand and with {trained['ours']} by remat_opt; more were not tried. "
+        "`python -m benchmarks.on_gpu` makes these again where a GPU is; all of it is in "
+        "[benchmarks/results/on_gpu.md](benchmarks/results/on_gpu.md).",
+    ]
+    return "\n".join(lines)
+
+
 def fenced(text: str) -> str:
     """Text as a block of a Markdown file, without spaces at the ends of lines."""
     lines = [line.rstrip() for line in text.strip("\n").split("\n")]
@@ -184,10 +219,11 @@ def main() -> None:
     parser.add_argument("--results", action="store_true", help="the kept results only, without running the demo")
     only_results = parser.parse_args().results
     document = README.read_text(encoding="utf-8")
-    for name in ("headline", "demo", "explain", "results", "loops", "sharded"):
+    for name in ("headline", "demo", "explain", "results", "loops", "gpu", "sharded"):
         replace_region(document, name, "")  # a comment that is missing is told before the demo runs
     document = replace_region(document, "results", results_table())
     document = replace_region(document, "loops", loops_table())
+    document = replace_region(document, "gpu", gpu_table())
     if not only_results:
         shown, figures = run_demo()
         tables, _, explanation = shown.partition("\nPlan for target")

@@ -3,15 +3,16 @@
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
-from benchmarks import run, variants
+from benchmarks import gpu_row, on_gpu, run, variants
 from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
-from benchmarks.refresh_readme import results_table
+from benchmarks.refresh_readme import gpu_table, results_table
 from benchmarks.results_file import RESULTS, file_of, keep, load
 from benchmarks.row import Request
 from benchmarks.step_time import time_variants
@@ -133,6 +134,17 @@ def test_a_variant_that_fails_is_told_and_the_next_are_measured() -> None:
     assert run.missing_of(row, ["theirs", "plain"], {row.key: found}, again=True) == ["theirs", "plain"]
 
 
+def test_a_step_runs_with_a_plan_that_was_made_before(tmp_path: Path) -> None:
+    row = next(row for row in SMALL if row.network == "gpt_scan")
+    on_gpu.plan_one("small", row, "ours@0.5", "cpu", tmp_path)
+    request = gpu_row.Request("small", row.key, ["plain", "ours@0.5", "ours@0.3"], str(tmp_path), 1)
+    found = {answer["variant"]: answer["result"] for answer in gpu_row.measure(request)}
+    assert found["ours@0.5"]["temp_bytes"] < 0.6 * found["plain"]["temp_bytes"]
+    assert found["ours@0.5"]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-5)
+    assert "ours_at_0.3" in found["ours@0.3"]["error"]  # its plan was not made
+    assert on_gpu.to_markdown({row.key: found}).count("gpt_scan") == 3
+
+
 def test_steps_are_timed_in_turns() -> None:
     row = next(row for row in SMALL if row.network == "gpt_scan")
     ratios = time_variants(row, ["nn.remat"], {}, 1)
@@ -195,10 +207,10 @@ def test_what_lies_below_our_frontier() -> None:
     assert below_our_frontier({**results, **others, **by_flops}) == ["everything_saveable"]
 
 
-def test_the_readmes_table_is_made_from_the_kept_results() -> None:
-    table = results_table()
+@pytest.mark.parametrize(("name", "table"), [("results", results_table), ("gpu", gpu_table)])
+def test_the_readmes_tables_are_made_from_the_kept_results(name: str, table: Callable[[], str]) -> None:
     readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- results -->\n{table}\n<!-- end results -->" in readme
+    assert f"<!-- {name} -->\n{table()}\n<!-- end {name} -->" in readme
 
 
 # MB of temporary memory that were asked for when the project began, for at most 35 % more FLOPs.
