@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from remat_opt.compilers import packing
 from remat_opt.compilers.model import allocated_by, sharing_places
 from remat_opt.compilers.packing import Chunks, pack, places
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -36,14 +35,24 @@ def test_the_better_of_two_orders_is_taken(platform: str) -> None:
     assert allocated_by(IN_THE_WAY, platform) == ONE + OTHER + BETWEEN
 
 
-def test_of_the_orders_that_one_heap_may_take_the_mean_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The large one lives longest, and is placed first, if the compiler counts as we do."""
-    mean = allocated_by(IN_THE_WAY, "tpu")
-    assert ONE + OTHER + BETWEEN < mean < LARGE + BETWEEN + OTHER
-    assert allocated_by(IN_THE_WAY, "tpu") == mean
-    monkeypatch.setattr(packing, "COUNTED_WITHIN", 0)
-    monkeypatch.setattr(packing, "EVENTS_MORE", 0)
+def test_a_tpus_heap_takes_buffers_as_they_come() -> None:
     assert allocated_by(IN_THE_WAY, "tpu") == LARGE + BETWEEN + OTHER
+
+
+def test_what_was_there_before_leaves_a_gap_however_short_it_lived() -> None:
+    """Three do not fit below what was put on top of two that are gone."""
+    ops = (Op((), (0,)), Op((0,), (1,)), Op((), (2,)), *(Op((), (), workspace=1) for _ in range(9)), Op((1, 2), (3,)))
+    graph = Graph((2, 8, 3, 0), ops, outputs=(3,), fused=True)
+    assert allocated_by(graph, "cpu") == peak_of(graph) == 12
+    assert allocated_by(graph, "tpu") == 13
+
+
+@pytest.mark.parametrize("sizes", [(4, 6), (6, 4)])
+def test_of_those_that_come_at_once_what_goes_first_lies_lowest(sizes: tuple[int, int]) -> None:
+    """So five do not fit below the six that stay; above them they would."""
+    goes = sizes.index(4)
+    ops = (Op((), (0, 1)), Op((goes,), ()), Op((), (2,)), Op((1 - goes, 2), (3,)))
+    assert allocated_by(Graph((*sizes, 5, 0), ops, outputs=(3,), fused=True), "tpu") == 15
 
 
 def test_a_result_that_takes_an_operands_place_is_no_chunk_of_its_own() -> None:
@@ -144,5 +153,5 @@ def test_gaps_are_what_is_allocated_beyond_what_lives_at_once(lives: list[tuple[
         ops.append(Op((), tuple(value for value, (_, birth, _) in enumerate(lives) if birth == now)))
         ops.append(Op(tuple(value for value, (_, birth, length) in enumerate(lives) if birth + length == now), ()))
     graph = Graph(tuple(size for size, _, _ in lives), tuple(ops), fused=True)
-    allocation = pack(graph, {}, only_longest_first=True)
+    allocation = pack(graph, {}, as_they_come=True)
     assert allocation.size - allocation.gaps == peak_of(graph)

@@ -142,7 +142,7 @@ def allocated_by(graph: Graph, platform: str, *, gaps_twice: bool = False) -> in
         gaps_twice: whether the compiler reports its allocation and what lies idle in it (`targets/figures.py`).
     """
     shared = shared_places(graph, platform)
-    allocation = pack(graph, shared, only_longest_first=platform == "tpu")
+    allocation = pack(graph, shared, as_they_come=platform == "tpu")
     return allocation.size + gaps_twice * allocation.gaps
 
 
