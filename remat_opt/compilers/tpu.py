@@ -79,10 +79,12 @@ def on_chip(
     clock = Clock(graph, capacity, rates)
     lives = simulate(graph, save_everything(graph)).lives
     loops_wait = chip is Chip.NOT_WHAT_LOOPS_MAKE
+    outputs = set(graph.outputs)
     outside = {value for op in graph.ops if op.name in OF_BODIES for value in op.outputs} if loops_wait else set()
     memory = ChipMemory(capacity, clock)
     stays = _stays(graph, lives, rates, memory, outside | numbers, arguments_first=loops_wait)
     sizes, unread, copies = list(graph.sizes), collections.defaultdict(set), 0
+    leaving: dict[int, list[int]] = collections.defaultdict(list)
     for index, stay in stays.items():
         value, is_sliced = int(lives.value[index]), graph.sizes[int(lives.value[index])] >= SLICED_FROM
         copies += stay.leaves + stay.fetched * (TABLES_OF_SLICES if is_sliced else 1)
@@ -94,15 +96,22 @@ def on_chip(
         for read in _reads(graph, lives, index):
             if read > stay.outside_until:
                 unread[read].add(value)
+        if stay.leaves and value not in outputs:
+            leaving[int(lives.birth[index])].append(value)
     computed = {value for op in graph.ops if op.name == NUMBER for value in op.outputs}
     sizes = [0 if value in computed else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
     sizes.append(PAGE * (_tables(graph, accumulated) + copies))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name="tables"), Op((listed,), (), name="tables")
-    ops = [
-        dataclasses.replace(op, inputs=tuple(v for v in op.inputs if v not in unread[at])) if at in unread else op
-        for at, op in enumerate(graph.ops)
-    ]
+    ops, sent = [], {}
+    for at, op in enumerate(graph.ops):
+        inputs = (sent.get(value, value) for value in op.inputs if at not in unread or value not in unread[at])
+        ops.append(dataclasses.replace(op, inputs=tuple(inputs)))
+        for value in leaving[at]:
+            sent[value] = len(sizes)
+            sizes.append(sizes[value])
+            sizes[value] = 0
+            ops.append(Op((value,), (sent[value],), name="sent"))  # as soon as it is made
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *ops, last))
 
 
