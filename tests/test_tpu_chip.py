@@ -87,6 +87,16 @@ def test_a_barrier_is_no_reader() -> None:
     assert peak_of(tpu.on_chip(graph(Kind.BARRIER), rates=RATES, capacity=CAPACITY)) == 2 * tpu.PAGE  # one of a table
 
 
+def test_what_leaves_the_chip_comes_to_the_devices_memory_behind_the_kernel_that_makes_it() -> None:
+    waits = Op((), (), seconds=5e-9)
+    ops = (Op((), (0,)), Op((0,), ()), waits, waits, Op((0,), (1,)))
+    found = tpu.on_chip(Graph((10, 0), ops, outputs=(1,), fused=True), rates=RATES, capacity=CAPACITY)
+    tables, maker, sent, soon, *_, late, _ = found.ops
+    assert (tables.name, sent.name, sent.inputs) == ("tables", "sent", maker.outputs)
+    assert [found.sizes[op.outputs[0]] for op in (maker, sent)] == [0, tpu.PAGE]
+    assert soon.inputs == late.inputs == sent.outputs
+
+
 def seconds(sizes: tuple[int, ...], *ops: Op) -> list[float]:
     """In units of the time that a byte takes."""
     graph = with_seconds(Graph(sizes, ops, inputs=(0,), fused=True), RATES)
