@@ -3,8 +3,8 @@
 XLA gives each buffer one place in one allocation for the whole step, one buffer after the other: the smallest gap that
 is free for all of its life, or the end (`heap_simulator.cc`, `GlobalDecreasingSizeBestFitHeap`). The compilers for CPUs
 and GPUs try the largest first and the longest lived first, and take the better; time is counted in buffers that come
-and go. The one for TPUs takes them as they come, of those that come at once first what goes first; so the offsets in its
-dumps come out.
+and go. The one for TPUs takes them as they come, of those that come at once first what goes first: so the offsets in
+its dumps come out.
 
 Before that (`buffer_assignment.cc`), the largest buffers first, each is put into the place of a result that is at least
 as large, while nobody needs that: before the result is made, and where it takes a donated argument's place after that
