@@ -55,6 +55,19 @@ def test_of_those_that_come_at_once_what_goes_first_lies_lowest(sizes: tuple[int
     assert allocated_by(Graph((*sizes, 5, 0), ops, outputs=(3,), fused=True), "tpu") == 15
 
 
+@pytest.mark.parametrize(("name", "height"), [("conv_general_dilated", 13), ("dot_general", 13), ("gather", 9)])
+def test_elementwise_work_right_behind_a_product_comes_with_it(name: str, height: int) -> None:
+    """So it lies below what the product makes, as it goes first, and five do not fit in its place."""
+    ops = (
+        Op((), (0,), kind=Kind.PRODUCT, name=name),
+        Op((0,), (1,), kind=Kind.ELEMENTWISE),
+        Op((1,), ()),
+        Op((), (2,)),
+        Op((0, 2), (3,)),
+    )
+    assert allocated_by(Graph((4, 4, 5, 0), ops, outputs=(3,), fused=True), "tpu") == height
+
+
 def test_a_result_that_takes_an_operands_place_is_no_chunk_of_its_own() -> None:
     ops = (Op((), (0,)), Op((0,), (1,), kind=Kind.ELEMENTWISE), Op((1,), (2,)))
     graph = sharing_places(Graph((8, 8, 0), ops, outputs=(2,), fused=True))
