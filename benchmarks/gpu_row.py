@@ -6,9 +6,7 @@ Started by `benchmarks.on_gpu`; reads a request as JSON from standard input and 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 
 import remat_opt
-from benchmarks.row import find_row
+from benchmarks.row import answer, find_row, said_of
 from benchmarks.tables import Row, is_planned
 from benchmarks.variants import example_of, write
 from remat_opt.examples import TrainingExample
@@ -137,7 +135,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
         try:
             allocated, losses = _allocated(ready[variant])
         except jax.errors.JaxRuntimeError as error:
-            failed[variant] = _said(error)
+            failed[variant] = said_of(error)
         else:
             results[variant] = {**ready[variant].figures, "allocated_bytes": allocated, "losses": losses}
     seconds = _seconds({variant: ready[variant] for variant in results}, request.turns)
@@ -159,25 +157,14 @@ def _compile_all(row: Row, variants: Sequence[str], plans: Path | None) -> tuple
             try:
                 waiting[variant] = pool.submit(_compile, *_lowered(row, variant, plans))
             except Exception as error:  # one variant's failure is told in the table, and the others are measured
-                failed[variant] = _said(error)
+                failed[variant] = said_of(error)
         for variant, compiling in waiting.items():
             try:
                 ready[variant] = compiling.result()
             except Exception as error:
-                failed[variant] = _said(error)
+                failed[variant] = said_of(error)
     return ready, failed
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
-
-
-def main() -> None:
-    """Answer the request on standard input."""
-    out, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed is no answer
-    for message in measure(Request(**json.load(sys.stdin))):
-        print(json.dumps(message), file=out, flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    answer(lambda asked: measure(Request(**asked)))

@@ -183,10 +183,10 @@ def gpu_table() -> str:
         "",
         f"Physical peak and time of a step on an {', '.join(sorted(devices))}; "
         "times are those of the plain step. *As much* has what `nn.remat` takes by the absent compiler for its budget: "
-        "the plans were made without the GPU, whose allocator then held what its compiler said, to two kilobytes. In "
-        f"24 GB of it a ResNet-50 trained with {trained['plain']} images as it is (XLA itself computes again what does "
-        f"not fit), with {trained['nn.remat']} by hand and with {trained['ours']} by remat_opt; more were not tried. "
-        "`python -m benchmarks.on_gpu` makes these again where a GPU is; all of it is in "
+        "the plans were made without the GPU. Where its allocator's peak could be read, it is what its compiler said. "
+        f"In 24 GB of it a ResNet-50 trained with {trained['plain']} images as it is (XLA itself computes again what "
+        f"does not fit), with {trained['nn.remat']} by hand and with {trained['ours']} by remat_opt; more were not "
+        "tried. `python -m benchmarks.on_gpu` makes these again where a GPU is; all of it is in "
         "[benchmarks/results/on_gpu.md](benchmarks/results/on_gpu.md).",
     ]
     return "\n".join(lines)

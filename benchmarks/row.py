@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from benchmarks.tables import TABLES, Row
@@ -57,7 +57,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
                 result = variants.measure_variant(row, variant, request.target, known, plain_flops)
         except Exception as error:  # one variant's failure is told in the table, and the others are measured
             traceback.print_exc()
-            result = {"error": f"{type(error).__name__}: {error}".partition("\n")[0][:300]}
+            result = {"error": said_of(error)}
         known[variant] = result
         yield {"variant": variant, "result": result}
     if request.steps:
@@ -69,12 +69,17 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
             yield {"variant": variant, "result": {**known[variant], "step_time_ratio": round(ratio, 3)}}
 
 
-def main() -> None:
-    """Answer the request on standard input."""
+def said_of(error: Exception) -> str:
+    """The first line of an error, as results keep it."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
+def answer(messages: Callable[[dict[str, Any]], Iterator[dict[str, Any]]]) -> None:
+    """Answer the request on standard input, a line of JSON for each message."""
     out, sys.stdout = sys.stdout, sys.stderr  # whatever else is printed is no answer
-    for message in measure(Request(**json.load(sys.stdin))):
+    for message in messages(json.load(sys.stdin)):
         print(json.dumps(message), file=out, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    answer(lambda asked: measure(Request(**asked)))
