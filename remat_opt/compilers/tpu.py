@@ -12,7 +12,7 @@
    is made on the chip, as the argument was copied there, and copied to its place. Whatever lies in the device's memory
    begins at a multiple of 16 KiB, a table or a number, too.
 5. Arithmetic on single numbers is done by a scalar unit, in a memory of its own. The numbers that kernels make for it
-   lie in the device's memory until they are read.
+   lie in the device's memory until they are read, and so do those that it makes of an array's elements for kernels.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import math
 from collections.abc import Set
 
 import numpy as np
+from jax.extend.core import primitives as P
 
 from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
@@ -98,8 +99,8 @@ def on_chip(
                 unread[read].add(value)
         if stay.leaves and value not in outputs:
             leaving[int(lives.birth[index])].append(value)
-    computed = {value for op in graph.ops if op.name == NUMBER for value in op.outputs}
-    sizes = [0 if value in computed else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
+    inside = _of_scalar_unit(graph)
+    sizes = [0 if value in inside else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
     sizes.append(PAGE * (_tables(graph, accumulated) + copies))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name="tables"), Op((listed,), (), name="tables")
@@ -113,6 +114,20 @@ def on_chip(
             sizes[value] = 0
             ops.append(Op((value,), (sent[value],), name="sent"))  # as soon as it is made
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *ops, last))
+
+
+def _of_scalar_unit(graph: Graph) -> Set[int]:
+    """What the scalar unit makes and keeps. Elements of an array stay arrays of one element for kernels that read what
+    is made of them, and those lie in the device's memory."""
+    computed, elements, read = set[int](), set[int](), set[int]()
+    for op in graph.ops:
+        if op.name == P.slice_p.name or (op.name == NUMBER and not elements.isdisjoint(op.inputs)):
+            elements.update(op.outputs)
+        if op.name == NUMBER:
+            computed.update(op.outputs)
+        else:
+            read.update(op.inputs)
+    return computed - (elements & read)
 
 
 def _reads(graph: Graph, lives: Lives, index: int) -> list[int]:
