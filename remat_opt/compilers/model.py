@@ -159,11 +159,12 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         graph: kernels in their order.
         platform: whose compiler. XLA shares places with direct operands only (`heap_simulator.cc`). What a barrier
             returns a kernel does not read from there, but from an instruction that takes a tuple apart; on a GPU so
-            does what reads a convolution's result. The CPU's loops write over what they read at the same places alone
+            does what reads a convolution's result, and on a TPU what reads one of several results (`Op.in_tuple`). The CPU's loops write over what they read at the same places alone
             (`HloDataflowAnalysis::CanShareOperandBufferWithUser`).
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
+    kept.update(value for op in graph.ops if op.in_tuple for value in op.outputs)
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         # What is padded is made of something smaller, and read at other places. (A TPU's products pad what they read.)

@@ -101,18 +101,19 @@ def on_chip(
             leaving[int(lives.birth[index])].append(value)
     inside = _of_scalar_unit(graph)
     sizes = [0 if value in inside else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
-    sizes.append(PAGE * (_tables(graph, accumulated) + copies))
+    updates, reducing = _with_tables(graph, accumulated)
+    sizes.append(PAGE * (updates + len(reducing) + copies))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name="tables"), Op((listed,), (), name="tables")
     ops, sent = [], {}
     for at, op in enumerate(graph.ops):
         inputs = (sent.get(value, value) for value in op.inputs if at not in unread or value not in unread[at])
-        ops.append(dataclasses.replace(op, inputs=tuple(inputs)))
+        ops.append(dataclasses.replace(op, inputs=tuple(inputs), in_tuple=at in reducing))
         for value in leaving[at]:
             sent[value] = len(sizes)
             sizes.append(sizes[value])
             sizes[value] = 0
-            ops.append(Op((value,), (sent[value],), name="sent"))  # as soon as it is made
+            ops.append(Op((value,), (sent[value],), in_tuple=True, name="sent"))  # as soon as it is made
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *ops, last))
 
 
@@ -178,9 +179,10 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
     return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))])
 
 
-def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
-    """Updates of several arrays by one gradient, and kernels that do reductions beside another result: those over rows
-    only of a product (what is reduced once more is done with the first), and of what the step is given two and more."""
+def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[int]]:
+    """How many updates have several results, of several arrays by one gradient or sums of what the step is given; and
+    which kernels do reductions beside another result: those over rows only of a product (what is reduced once more is
+    done with the first)."""
     outputs = set(graph.outputs)
     gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
     reducing: set[int] = set()
@@ -202,4 +204,4 @@ def _tables(graph: Graph, accumulated: frozenset[int]) -> int:
             elif kind is not Kind.REDUCTION and (is_accumulated or kind is Kind.PRODUCT):
                 reducing.add(maker)
     updates = collections.Counter(gradient_of.values())
-    return sum(count > 1 for count in (*updates.values(), *of_given.values())) + len(reducing)
+    return sum(count > 1 for count in (*updates.values(), *of_given.values())), reducing

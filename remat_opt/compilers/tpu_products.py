@@ -3,6 +3,9 @@
 Such a product has its batch outside of the tiles: 17 × 32 numbers for each of 8192 examples take 24 × 128 places each.
 Elementwise work lies as it pads least, with the examples in the lanes, and where that is less XLA copies it. What lies
 between two such products, as attention's scores do, is not copied, however much it pads: it lies as they do.
+
+Scores of which rows are reduced lie with the queries in the lanes. A barrier has all that it holds by rows, keys in the
+lanes, so that who reads scores behind it reads a copy.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from remat_opt.graph.graph import Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.primitives import ELEMENTWISE
+from remat_opt.program.primitives import ELEMENTWISE, REDUCTION
 
 if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
@@ -54,6 +57,52 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
         return [*ops, op]
     padded = reader.new(size)
     return [*ops, dataclasses.replace(op, outputs=(padded,)), Op((padded,), (result,), name="copy")]
+
+
+def with_scores_turned(reader: TpuReader, equation: Equation, ops: Sequence[Op]) -> list[Op]:
+    """An equation's ops, with copies before them of scores that they read behind a barrier."""
+    copies: list[Op] = []
+    instead: dict[int, int] = {}
+    for x in reader.variables(equation):
+        if x not in reader.scores_behind_barriers:
+            continue
+        key = ("turned", x)
+        if key not in reader.copies:
+            aval = reader.program.avals[x]
+            item = 2 if x in reader.rounded else compat.item_bytes(aval.dtype)
+            places = reader.between_products.get(x, 0) * item or padded_bytes(aval.shape, item)
+            reader.copies[key] = reader.new(places)
+            seconds = 2 * places / reader.rates.bandwidth
+            copies.append(Op(reader.behind([x]), (reader.copies[key],), seconds=seconds, name="copy"))
+        instead[reader.buffer(x)] = reader.copies[key]
+    reading = [dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs)) for op in ops]
+    return [*copies, *reading]
+
+
+def scores_behind_barriers(program: Program) -> frozenset[int]:
+    """What barriers return of products over a batch, or of elementwise work on these, whose rows are reduced there."""
+    scores: set[int] = set()
+    behind: set[int] = set()
+    reduced: set[int] = set()
+    for equation in program.equations:
+        if equation.primitive is P.dot_general_p:
+            _, batch = equation.params["dimension_numbers"]
+            if batch[0] and len(program.avals[equation.outputs[0]].shape) > 2:
+                scores.update(equation.outputs)
+            continue
+        for one, other in _stored_alike(program, equation):
+            if one in scores and program.avals[one].shape == program.avals[other].shape:
+                scores.add(other)
+                if equation.primitive is compat.barrier_p:
+                    behind.add(other)
+    for equation in reversed(program.equations):
+        if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
+            rank = len(program.avals[equation.inputs[0]].shape)
+            if tuple(equation.params.get("axes", ())) == (rank - 1,):
+                reduced.add(equation.inputs[0])
+        elif equation.primitive is not compat.barrier_p:
+            reduced.update(one for one, other in _stored_alike(program, equation) if other in reduced)
+    return frozenset(behind & reduced)
 
 
 def lying_between(program: Program) -> Mapping[int, int]:

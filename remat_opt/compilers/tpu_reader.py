@@ -15,7 +15,7 @@ from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
 from remat_opt.compilers.tpu_parts import MOST_IMAGES, Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
-from remat_opt.compilers.tpu_products import lying_between, with_copies
+from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_copies, with_scores_turned
 from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import (
@@ -64,7 +64,8 @@ class TpuReader(Reader):
         return Cutting(self)
 
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
-        return self.cutting.with_copies(equation, super().ops_at(index, equation))
+        ops = self.cutting.with_copies(equation, super().ops_at(index, equation))
+        return with_scores_turned(self, equation, ops)
 
     def is_renamed(self, equation: Equation) -> bool:
         """Rows of another length lie otherwise in tiles."""
@@ -100,6 +101,11 @@ class TpuReader(Reader):
     def between_products(self) -> Mapping[int, int]:
         """What lies between products over a batch, with the places that it takes."""
         return lying_between(self.program)
+
+    @functools.cached_property
+    def scores_behind_barriers(self) -> frozenset[int]:
+        """Attention's scores that barriers return."""
+        return scores_behind_barriers(self.program)
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = super().ops_of(equation)

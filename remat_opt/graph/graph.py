@@ -47,6 +47,7 @@ class Op:
         of_buffers: its operands are buffers although its kind does not ask for that.
         of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
         changed_later: its result is changed afterwards where it lies, and so gets a place of its own.
+        in_tuple: its readers take its results out of a tuple, and so write over none of them.
         inside: of a loop, what its workspace is made of: bytes of each buffer, and its first and last moment.
     """
 
@@ -65,6 +66,7 @@ class Op:
     of_buffers: bool = False
     of_views: bool = False
     changed_later: bool = False
+    in_tuple: bool = False
     inside: tuple[tuple[int, int, int], ...] = ()
 
 
