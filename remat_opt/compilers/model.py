@@ -164,7 +164,7 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
-    kept.update(value for op in graph.ops if op.in_tuple for value in op.outputs)
+    read_only = kept.union(value for op in graph.ops if op.in_tuple for value in op.outputs)
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         # What is padded is made of something smaller, and read at other places. (A TPU's products pad what they read.)
@@ -173,7 +173,7 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
         taken = {*behind, *op.moved_of} if platform == "cpu" else {*behind, *op.rows_of}
-        free = [v for v in op.inputs if last[v] == index and v not in kept and v not in taken]
+        free = [v for v in op.inputs if last[v] == index and v not in read_only and v not in taken]
         for value in op.outputs:
             fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]
             if fitting and value not in kept:
