@@ -183,6 +183,10 @@ def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[in
     """How many updates have several results, of several arrays by one gradient or sums of what the step is given; and
     which kernels do reductions beside another result: those over rows only of a product (what is reduced once more is
     done with the first)."""
+    def is_product(value: int) -> bool:
+        maker = graph.producer[value]
+        return maker >= 0 and graph.ops[maker].kind is Kind.PRODUCT
+
     outputs = set(graph.outputs)
     gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
     reducing: set[int] = set()
@@ -195,7 +199,7 @@ def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[in
         elif op.kind is Kind.PRODUCT and outputs.issuperset(op.outputs):
             gradient_of.update(dict.fromkeys(op.outputs, op.outputs[0]))
         elif op.kind is Kind.REDUCTION and op.inputs:
-            reduced = max(op.inputs, key=lambda value: (graph.sizes[value], value))
+            reduced = max(op.inputs, key=lambda value: (graph.sizes[value], is_product(value), value))
             maker = graph.producer[reduced]
             kind = graph.ops[maker].kind if maker >= 0 else None
             is_accumulated = not accumulated.isdisjoint(op.outputs)

@@ -4,8 +4,8 @@ Such a product has its batch outside of the tiles: 17 × 32 numbers for each of 
 Elementwise work lies as it pads least, with the examples in the lanes, and where that is less XLA copies it. What lies
 between two such products, as attention's scores do, is not copied, however much it pads: it lies as they do.
 
-Scores of which rows are reduced lie with the queries in the lanes. A barrier has all that it holds by rows, keys in the
-lanes, so that who reads scores behind it reads a copy.
+Scores of which rows are reduced lie with the queries in the lanes, but for those that go from the product into a barrier
+and nowhere else: they lie by rows, keys in the lanes, so that who reads them behind it reads a copy.
 """
 
 from __future__ import annotations
@@ -80,28 +80,30 @@ def with_scores_turned(reader: TpuReader, equation: Equation, ops: Sequence[Op])
 
 
 def scores_behind_barriers(program: Program) -> frozenset[int]:
-    """What barriers return of products over a batch, or of elementwise work on these, whose rows are reduced there."""
-    scores: set[int] = set()
-    behind: set[int] = set()
-    reduced: set[int] = set()
-    for equation in program.equations:
-        if equation.primitive is P.dot_general_p:
-            _, batch = equation.params["dimension_numbers"]
-            if batch[0] and len(program.avals[equation.outputs[0]].shape) > 2:
-                scores.update(equation.outputs)
-            continue
-        for one, other in _stored_alike(program, equation):
-            if one in scores and program.avals[one].shape == program.avals[other].shape:
-                scores.add(other)
-                if equation.primitive is compat.barrier_p:
-                    behind.add(other)
+    """What barriers return of products over a batch that nothing else reads, and whose rows are reduced then."""
+    others = set[int]()  # what others than barriers read
+    reduced = set[int]()
     for equation in reversed(program.equations):
+        if equation.primitive is compat.barrier_p:
+            continue
+        others.update(x for x in equation.inputs if isinstance(x, int))
         if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
             rank = len(program.avals[equation.inputs[0]].shape)
             if tuple(equation.params.get("axes", ())) == (rank - 1,):
                 reduced.add(equation.inputs[0])
-        elif equation.primitive is not compat.barrier_p:
+        else:
             reduced.update(one for one, other in _stored_alike(program, equation) if other in reduced)
+    by_rows, behind = set[int](), set[int]()
+    for equation in program.equations:
+        if equation.primitive is P.dot_general_p:
+            _, batch = equation.params["dimension_numbers"]
+            (result,) = equation.outputs
+            if batch[0] and len(program.avals[result].shape) > 2 and result not in others:
+                by_rows.add(result)
+        elif equation.primitive is compat.barrier_p:
+            found = {other for one, other in _stored_alike(program, equation) if one in by_rows}
+            by_rows |= found
+            behind |= found
     return frozenset(behind & reduced)
 
 
