@@ -66,7 +66,7 @@ def compiled(
     """
 
     bodies: dict[int, Graph] = {}
-    buffers: dict[int, tuple[tuple[int, int, int], ...]] = {}  # of bodies on a GPU
+    buffers: dict[int, tuple[tuple[int, int, int], ...]] = {}  # of bodies
 
     def body_of(primitive: Any, params: dict[str, Any], jaxpr: Any) -> Graph:
         if id(jaxpr) not in bodies:
@@ -75,7 +75,7 @@ def compiled(
             counts = compat.scan_counts(params) if primitive is P.scan_p else None
             options = {"platform": platform, "saving_memory": saving_memory, "chip": chip, "loop": counts}
             graph = bodies[id(jaxpr)] = compiled(body, rates, reused, **options)
-            if platform in GPUS:
+            if platform != "cpu":
                 buffers[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
         return bodies[id(jaxpr)]
 
@@ -87,7 +87,7 @@ def compiled(
         reader = GpuReader(program, rates, platform, peak_of_body, loop, buffers)
     elif platform == "tpu":
         reader = TpuReader(program, rates, platform, peak_of_body)
-        reader.loop = loop
+        reader.loop, reader.bodies = loop, buffers
         reader.seconds_of_body = lambda *body: body_of(*body).seconds
     else:
         reader = Reader(program, rates, platform, peak_of_body)

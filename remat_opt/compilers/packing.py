@@ -133,13 +133,9 @@ def _buffers(
 
 
 def buffers_of(graph: Graph, shared: Mapping[int, int]) -> tuple[tuple[int, int, int], ...]:
-    """Bytes, first and last position of all buffers of a body, as `Op.inside`; arguments as of `pack`."""
-    size, birth, death, _ = _buffers(graph, simulate(graph, save_everything(graph)).lives, shared)
-    found = list(zip(size, birth, death, strict=True))
-    for position, op in enumerate(graph.ops):
-        space = op.workspace + sum(graph.sizes[value] for value in op.outputs if value in shared)
-        found += [(space, position, position)] * (space > 0)
-    return tuple(found)
+    """Bytes, first and last moment of all buffers of a body, as `Op.inside`; arguments as of `pack`."""
+    chunks = _chunks(graph, shared, with_bodies=True)
+    return tuple(zip(chunks.size.tolist(), chunks.birth.tolist(), chunks.death.tolist(), strict=True))
 
 
 def lying_in_results(graph: Graph, shared: Mapping[int, int]) -> tuple[frozenset[int], tuple[Op, ...]]:

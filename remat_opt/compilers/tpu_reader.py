@@ -36,10 +36,12 @@ class TpuReader(Reader):
     """Reads a program as a TPU's compiler does.
 
     Attributes:
+        bodies: by the id of its jaxpr, a body's buffers once its peak was asked for, as `Op.inside`.
         seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
+    bodies: Mapping[int, tuple[tuple[int, int, int], ...]]
     seconds_of_body: Callable[..., float]
     loop: tuple[int, int] | None = None
 
@@ -113,12 +115,14 @@ class TpuReader(Reader):
             return [dataclasses.replace(op, kind=Kind.OPAQUE) for op in ops]
         if equation.primitive in (P.scan_p, P.cond_p):
             (op,) = ops
-            rounded, waiting = {}, 0
+            rounded, waiting, inside = {}, 0, ()
             if equation.primitive is P.scan_p:
                 rounded, waiting = self.rounded_before(equation), self.merged_before(equation)
+                inside = self.inside(equation, waiting)
             inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
             seconds, workspace = self.seconds_of_bodies(equation), op.workspace + waiting
-            return [*rounded.values(), dataclasses.replace(op, inputs=inputs, seconds=seconds, workspace=workspace)]
+            op = dataclasses.replace(op, inputs=inputs, seconds=seconds, workspace=workspace, inside=inside)
+            return [*rounded.values(), op]
         if equation.primitive is P.conv_general_dilated_p:
             (op,) = ops
             return self.with_images_copied(equation, op)
@@ -157,6 +161,12 @@ class TpuReader(Reader):
             copy = self.new(padded_bytes(aval.shape, 2))
             found[self.buffer(x)] = Op(self.behind([x]), (copy,), kind=Kind.ELEMENTWISE, name="convert_element_type")
         return found
+
+    def inside(self, loop: Equation, waiting: int) -> tuple[tuple[int, int, int], ...]:
+        """Buffers of a loop's body, and of what waits until it is done."""
+        body = self.bodies.get(id(loop.params["jaxpr"]), ())
+        last = max((until for _, _, until in body), default=0)
+        return (*body, (waiting, 0, last)) if waiting else body
 
     def merged_before(self, loop: Equation) -> int:
         """Bytes of copies of images that wait until a loop is done: XLA makes one dimension of those that number the
