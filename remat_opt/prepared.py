@@ -11,7 +11,6 @@ from typing import Any
 import jax
 
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.tpu import Chip
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
@@ -195,18 +194,11 @@ class Prepared:
         the search's own peak stands."""
         return len(self.captured.program.equations) <= MOST_FORESEEN
 
-    @property
-    def has_loops_written_again(self) -> bool:
-        """Whether loops or their bodies have another form than in the step as it was given."""
-        loops = self.loops if self.given else None
-        return bool(loops and (loops.bodies or any(not choice.is_plain for _, choice in loops.chosen)))
-
     def graph_as_written(self, solution: Solution) -> Graph:
         """The step as `emit` writes it for a solution, as the target's compiler runs it."""
         closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
         program = inline(closed, with_barriers=True, keep_names=False)
-        chip = Chip.NOT_WHAT_LOOPS_MAKE if self.has_loops_written_again else Chip.WHATEVER_FITS
-        return self._compiled(program, saving_memory=True, chip=chip)
+        return self._compiled(program, saving_memory=True)
 
     def as_written(self, solution: Solution) -> int:
         """Predicted peak in bytes of the step as it is written for a solution."""

@@ -50,7 +50,6 @@ def compiled(
     *,
     platform: str = "",
     saving_memory: bool = False,
-    chip: tpu.Chip = tpu.Chip.WHATEVER_FITS,
     loop: tuple[int, int] | None = None,
 ) -> Graph:
     """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
@@ -61,20 +60,21 @@ def compiled(
         donated: for each input of the program whether its buffer may be reused.
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
-        chip: what may be on a TPU's, and is left out.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
     bodies: dict[int, Graph] = {}
     buffers: dict[int, tuple[tuple[int, int, int], ...]] = {}  # of bodies
+    tables: dict[int, int] = {}  # of their kernels on a TPU
 
     def body_of(primitive: Any, params: dict[str, Any], jaxpr: Any) -> Graph:
         if id(jaxpr) not in bodies:
             body = inline(jaxpr, with_barriers=True, keep_names=False)
             reused = reused_by_results(primitive, params, len(body.inputs))
             counts = compat.scan_counts(params) if primitive is P.scan_p else None
-            options = {"platform": platform, "saving_memory": saving_memory, "chip": chip, "loop": counts}
-            graph = bodies[id(jaxpr)] = compiled(body, rates, reused, **options)
+            options = {"platform": platform, "saving_memory": saving_memory, "loop": counts}
+            graph, tables[id(jaxpr)] = tpu.without_tables(compiled(body, rates, reused, **options))
+            bodies[id(jaxpr)] = graph
             if platform != "cpu":
                 buffers[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
         return bodies[id(jaxpr)]
@@ -87,7 +87,7 @@ def compiled(
         reader = GpuReader(program, rates, platform, peak_of_body, loop, buffers)
     elif platform == "tpu":
         reader = TpuReader(program, rates, platform, peak_of_body)
-        reader.loop, reader.bodies = loop, buffers
+        reader.loop, reader.bodies, reader.tables = loop, buffers, tables
         reader.seconds_of_body = lambda *body: body_of(*body).seconds
     else:
         reader = Reader(program, rates, platform, peak_of_body)
@@ -120,7 +120,7 @@ def compiled(
     if isinstance(reader, TpuReader):
         numbers = frozenset(value for value, aval in enumerate(reader.program.avals) if aval.size == 1)
         timed = with_seconds(ordered, rates)
-        ordered = tpu.on_chip(timed, reader.accumulated(), numbers, rates=rates, chip=chip)
+        ordered = tpu.on_chip(timed, reader.accumulated(), numbers, rates=rates, is_body=loop is not None)
     return sharing_places(ordered, platform)
 
 
@@ -159,7 +159,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         graph: kernels in their order.
         platform: whose compiler. XLA shares places with direct operands only (`heap_simulator.cc`). What a barrier
             returns a kernel does not read from there, but from an instruction that takes a tuple apart; on a GPU so
-            does what reads a convolution's result, and on a TPU what reads one of several results (`Op.in_tuple`). The CPU's loops write over what they read at the same places alone
+            does what reads a convolution's result, and on a TPU what reads one of several results (`Op.in_tuple`). The
+            CPU's loops write over what they read at the same places alone
             (`HloDataflowAnalysis::CanShareOperandBufferWithUser`).
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}

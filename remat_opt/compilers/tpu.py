@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import enum
 import math
 from collections.abc import Set
 
@@ -41,18 +40,7 @@ PAGE = 16 * 2**10  # at whose multiples buffers begin in the device's memory, ta
 # A copy of a mebibyte and more is made in four slices, and each of them has two tables.
 SLICED_FROM = 2**20
 TABLES_OF_SLICES = 8
-
-
-class Chip(enum.Enum):
-    """What may be on the chip for all of its life.
-
-    What loops that were written again make waits for the whole time between them, too long to stay; and arguments, the
-    weights of all steps, are fetched before anything else finds its gap (in a dump of the scanned GPT 70 of 112 MiB are
-    weights, momentum and updates while the logits live).
-    """
-
-    WHATEVER_FITS = enum.auto()
-    NOT_WHAT_LOOPS_MAKE = enum.auto()
+_TABLES = "tables"
 
 
 def on_chip(
@@ -62,7 +50,7 @@ def on_chip(
     *,
     rates: Rates,
     capacity: int = ON_CHIP,
-    chip: Chip = Chip.WHATEVER_FITS,
+    is_body: bool = False,
 ) -> Graph:
     """The graph without the buffers that are on the chip for all of their lives, with the others as long as they lie in
     the device's memory, and with the tables.
@@ -73,17 +61,15 @@ def on_chip(
         numbers: values of one element, which are not for the chip's vector memory.
         rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.
-        chip: what may be there.
+        is_body: whether this is a loop's: what that is given stays from turn to turn, and is placed first.
     """
     if not graph.ops:
         return graph
     clock = Clock(graph, capacity, rates)
     lives = simulate(graph, save_everything(graph)).lives
-    loops_wait = chip is Chip.NOT_WHAT_LOOPS_MAKE
     outputs = set(graph.outputs)
-    outside = {value for op in graph.ops if op.name in OF_BODIES for value in op.outputs} if loops_wait else set()
     memory = ChipMemory(capacity, clock)
-    stays = _stays(graph, lives, rates, memory, outside | numbers, arguments_first=loops_wait)
+    stays = _stays(graph, lives, rates, memory, numbers, is_body=is_body)
     sizes, unread, copies = list(graph.sizes), collections.defaultdict(set), 0
     leaving: dict[int, list[int]] = collections.defaultdict(list)
     for index, stay in stays.items():
@@ -102,9 +88,9 @@ def on_chip(
     inside = _of_scalar_unit(graph)
     sizes = [0 if value in inside else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
     updates, reducing = _with_tables(graph, accumulated)
-    sizes.append(PAGE * (updates + len(reducing) + copies))
+    sizes.append(PAGE * (updates + len(reducing) + copies) + sum(op.tables for op in graph.ops))
     listed = len(sizes) - 1
-    first, last = Op((), (listed,), name="tables"), Op((listed,), (), name="tables")
+    first, last = Op((), (listed,), name=_TABLES), Op((listed,), (), name=_TABLES)
     ops, sent = [], {}
     for at, op in enumerate(graph.ops):
         inputs = (sent.get(value, value) for value in op.inputs if at not in unread or value not in unread[at])
@@ -115,6 +101,17 @@ def on_chip(
             sizes[value] = 0
             ops.append(Op((value,), (sent[value],), in_tuple=True, name="sent"))  # as soon as it is made
     return dataclasses.replace(graph, sizes=tuple(sizes), ops=(first, *ops, last))
+
+
+def without_tables(graph: Graph) -> tuple[Graph, int]:
+    """A body's kernels and buffers without tables of addresses, and their bytes: no table ever takes another's place,
+    so that those of a body are there for all of the step."""
+    if not graph.ops or graph.ops[0].name != _TABLES:
+        return graph, 0
+    (listed,) = graph.ops[0].outputs
+    sizes = list(graph.sizes)
+    sizes[listed] = 0
+    return dataclasses.replace(graph, sizes=tuple(sizes)), graph.sizes[listed]
 
 
 def _of_scalar_unit(graph: Graph) -> Set[int]:
@@ -139,23 +136,24 @@ def _reads(graph: Graph, lives: Lives, index: int) -> list[int]:
 
 
 def _stays(
-    graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, outside: Set[int], *, arguments_first: bool
+    graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, numbers: Set[int], *, is_body: bool
 ) -> dict[int, Stay]:
     """Where each buffer is that may be on the chip, those first that gain most there."""
     arguments = len(graph.inputs)
     sizes = lives.size.copy()
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
     gains = gains_on_chip(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
-    if arguments_first:
+    if is_body:
         gains[:arguments] = np.inf
     written_by = {given: graph.producer[output] for given, output in graph.aliases}
     stays: dict[int, Stay] = {}
     for index in np.lexsort((lives.birth - lives.death, -sizes, -gains)).tolist():
         size = int(sizes[index])
-        if 0 < size <= memory.capacity and lives.value[index] not in outside:
+        if 0 < size <= memory.capacity and lives.value[index] not in numbers:
             reads = _reads(graph, lives, index)
             if index < arguments:
-                stays[index] = memory.stay_of_argument(size, reads, written_by.get(int(lives.value[index]), -1))
+                stay = memory.stay_of_constant(size, reads) if is_body else None
+                stays[index] = stay or memory.stay_of_argument(size, reads, written_by.get(int(lives.value[index]), -1))
             else:
                 stays[index] = memory.stay_of(size, int(lives.birth[index]), reads, is_argument=False)
     return stays
@@ -180,9 +178,10 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
 
 
 def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[int]]:
-    """How many updates have several results, of several arrays by one gradient or sums of what the step is given; and
-    which kernels do reductions beside another result: those over rows only of a product (what is reduced once more is
-    done with the first)."""
+    """How many kernels have several small results: updates of several arrays by one gradient, sums of what the step is
+    given, and the mean and the variance that are made of two sums; and which do reductions beside another result: those
+    over rows only of a product (what is reduced once more is done with the first)."""
+
     def is_product(value: int) -> bool:
         maker = graph.producer[value]
         return maker >= 0 and graph.ops[maker].kind is Kind.PRODUCT
@@ -191,6 +190,7 @@ def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[in
     gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
     reducing: set[int] = set()
     of_given: collections.Counter[int] = collections.Counter()
+    sums: collections.Counter[int] = collections.Counter()
     for op in graph.ops:
         if op.kind is Kind.ELEMENTWISE and outputs.issuperset(op.outputs):
             made = [gradient_of.get(value, value) for value in op.inputs if graph.producer[value] >= 0]
@@ -205,7 +205,10 @@ def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[in
             is_accumulated = not accumulated.isdisjoint(op.outputs)
             if kind is None:
                 of_given[reduced] += is_accumulated
-            elif kind is not Kind.REDUCTION and (is_accumulated or kind is Kind.PRODUCT):
+                continue
+            sums[reduced] += op.name == P.reduce_sum_p.name
+            if kind is not Kind.REDUCTION and (is_accumulated or kind is Kind.PRODUCT):
                 reducing.add(maker)
     updates = collections.Counter(gradient_of.values())
-    return sum(count > 1 for count in (*updates.values(), *of_given.values())), reducing
+    counts = (*updates.values(), *of_given.values(), *sums.values())
+    return sum(count > 1 for count in counts), reducing

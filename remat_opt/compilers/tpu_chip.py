@@ -9,6 +9,7 @@ leaves the time for the copy; a kernel that it is not fetched for reads it where
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -86,6 +87,17 @@ class ChipMemory:
             fetched += offset >= 0
             before = read
         return Stay(until if is_outside or not reads else -1, leaves, fetched, offset >= 0)
+
+    def stay_of_constant(self, size: int, reads: Sequence[int]) -> Stay | None:
+        """The place of what a loop's body is given in each turn, where it stays on the chip from turn to turn; None
+        where it does not."""
+        end = len(self.idle) - 1
+        needed = sorted({0, *reads, end})
+        waits = (self.clock.between(*pair) for pair in itertools.pairwise(needed))
+        if max(waits, default=0.0) > self.clock.patience:
+            return None
+        is_there = self.takes(self.gap(size, 0, [end]), size, 0, end)
+        return Stay(-1, leaves=False, fetched=0, ends_inside=True) if is_there else None
 
     def stay_of_argument(self, size: int, reads: Sequence[int], written_by: int) -> Stay:
         """Find places for an argument that lies in the device's memory at first.

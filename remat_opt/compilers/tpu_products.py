@@ -4,8 +4,8 @@ Such a product has its batch outside of the tiles: 17 × 32 numbers for each of 
 Elementwise work lies as it pads least, with the examples in the lanes, and where that is less XLA copies it. What lies
 between two such products, as attention's scores do, is not copied, however much it pads: it lies as they do.
 
-Scores of which rows are reduced lie with the queries in the lanes, but for those that go from the product into a barrier
-and nowhere else: they lie by rows, keys in the lanes, so that who reads them behind it reads a copy.
+Scores of which rows are reduced lie with the queries in the lanes, but for those that go from the product into a
+barrier and nowhere else: they lie by rows, keys in the lanes, so that who reads them behind it reads a copy.
 """
 
 from __future__ import annotations

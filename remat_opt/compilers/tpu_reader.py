@@ -37,11 +37,13 @@ class TpuReader(Reader):
 
     Attributes:
         bodies: by the id of its jaxpr, a body's buffers once its peak was asked for, as `Op.inside`.
+        tables: in the same way the bytes of its tables of addresses.
         seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
     bodies: Mapping[int, tuple[tuple[int, int, int], ...]]
+    tables: Mapping[int, int]
     seconds_of_body: Callable[..., float]
     loop: tuple[int, int] | None = None
 
@@ -121,7 +123,10 @@ class TpuReader(Reader):
                 inside = self.inside(equation, waiting)
             inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
             seconds, workspace = self.seconds_of_bodies(equation), op.workspace + waiting
-            op = dataclasses.replace(op, inputs=inputs, seconds=seconds, workspace=workspace, inside=inside)
+            tables = sum(self.tables.get(id(jaxpr), 0) for jaxpr in compat.jaxprs_in(equation.params))
+            op = dataclasses.replace(
+                op, inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside
+            )
             return [*rounded.values(), op]
         if equation.primitive is P.conv_general_dilated_p:
             (op,) = ops
