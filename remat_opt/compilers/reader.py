@@ -13,6 +13,7 @@ from remat_opt.compilers.equations import (
     RESHAPING,
     SUMS,
     WINDOWED,
+    draws_by_arithmetic,
     is_dear,
     is_half,
     is_matrix_transpose,
@@ -254,6 +255,8 @@ class Reader:
             kind = Kind.OPAQUE if is_spread(equation) else op.kind
             of_buffers = equation.primitive is P.pad_p or is_strided(equation)
             op = dataclasses.replace(op, kind=kind, of_views=True, of_buffers=of_buffers)
+        elif platform == "tpu" and draws_by_arithmetic(equation, program):
+            op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
         elif platform == "tpu" and not self.is_scattered_into_zeros(equation):
             op = dataclasses.replace(op, seconds=seconds_by_index(equation, program) or op.seconds)
         return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
