@@ -87,7 +87,7 @@ def on_chip(
             leaving[int(lives.birth[index])].append(value)
     inside = _of_scalar_unit(graph)
     sizes = [0 if value in inside else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
-    updates, reducing = _with_tables(graph, accumulated)
+    updates, reducing = _with_tables(graph, accumulated, numbers)
     sizes.append(PAGE * (updates + len(reducing) + copies) + sum(op.tables for op in graph.ops))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name=_TABLES), Op((listed,), (), name=_TABLES)
@@ -177,7 +177,7 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
     return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))])
 
 
-def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[int]]:
+def _with_tables(graph: Graph, accumulated: Set[int], numbers: Set[int]) -> tuple[int, Set[int]]:
     """How many kernels have several small results: updates of several arrays by one gradient, sums of what the step is
     given, and the mean and the variance that are made of two sums; and which do reductions beside another result: those
     over rows only of a product (what is reduced once more is done with the first)."""
@@ -206,7 +206,7 @@ def _with_tables(graph: Graph, accumulated: frozenset[int]) -> tuple[int, Set[in
             if kind is None:
                 of_given[reduced] += is_accumulated
                 continue
-            sums[reduced] += op.name == P.reduce_sum_p.name
+            sums[reduced] += op.name == P.reduce_sum_p.name and numbers.isdisjoint(op.outputs)
             if kind is not Kind.REDUCTION and (is_accumulated or kind is Kind.PRODUCT):
                 reducing.add(maker)
     updates = collections.Counter(gradient_of.values())
