@@ -190,7 +190,7 @@ class Reader:
     def finish(self) -> None:
         """What a compiler does with ops that are there."""
         self.fold_transposes()
-        self.drop_unread_transposes()
+        self.drop_unread()
         if self.platform == "cpu":
             self.ops, self.equations = by_library(
                 self.program, self.ops, self.equations, self.sizes, self.constants, self.behind
@@ -415,14 +415,17 @@ class Reader:
             if op.outputs and not self.changed.isdisjoint(op.outputs):
                 self.ops[index] = dataclasses.replace(op, changed_later=True)
 
-    def drop_unread_transposes(self) -> None:
-        """Leave out transposes of matrices that products read as they lie."""
-        read = {value for op in self.ops for value in op.inputs}
-        read.update(self.buffer(value) for value in self.program.outputs if isinstance(value, int))
-        kept = [
-            index
-            for index, (op, equation) in enumerate(zip(self.ops, self.equations, strict=True))
-            if not is_matrix_transpose(equation) or not read.isdisjoint(op.outputs)
-        ]
+    def drop_unread(self) -> None:
+        """Leave out transposes of matrices that products read as they lie, and concatenations that only others read,
+        which read their pieces."""
+        read = {self.buffer(value) for value in self.program.outputs if isinstance(value, int)}
+        kept = []
+        for index in reversed(range(len(self.ops))):
+            op, equation = self.ops[index], self.equations[index]
+            may_go = is_matrix_transpose(equation) or equation.primitive is P.concatenate_p
+            if not may_go or not read.isdisjoint(op.outputs):
+                read.update(op.inputs)
+                kept.append(index)
+        kept.reverse()
         self.ops = [self.ops[index] for index in kept]
         self.equations = [self.equations[index] for index in kept]
