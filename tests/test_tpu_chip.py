@@ -77,6 +77,14 @@ def test_arguments_are_fetched_once_for_readers_that_come_soon() -> None:
     assert memory(1, 1, 5, 5, 1).stay_of(100, 0, [1, 4], is_argument=True) == Stay(4, leaves=False, fetched=2)
 
 
+def test_what_a_loop_is_given_stays_where_no_turn_leaves_it_alone_for_long() -> None:
+    assert memory(1, 1, 1, 1).stay_of_constant(100, [2]) == Stay(-1, leaves=False, fetched=0)
+    assert memory(1, 5, 5, 1).stay_of_constant(100, [3]) is None
+    assert memory(1, 1, 5, 5).stay_of_constant(100, [1]) is None
+    chip = memory(1, 1, 1, 1)
+    assert [chip.stay_of_constant(600, [2]) is None for _ in range(2)] == [False, True]  # no room
+
+
 def test_a_barrier_is_no_reader() -> None:
     def graph(between: Kind) -> Graph:
         waits = Op((), (), seconds=5e-9)
