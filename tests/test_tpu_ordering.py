@@ -137,8 +137,8 @@ def test_numbers_wait_in_pages_of_the_devices_memory(tmp_path: Path) -> None:
     assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)
 
 
-# Of the 3-D convolutions what lives is foreseen (181 MB), but a gap of 32 MB is not XLA's: a weight's gradient comes
-# later in our order. (While the heap's order was not known, the mean of many hid that.)
+# Of the 3-D convolutions what lives is foreseen (181 MB), but a gap of 32 MB is not XLA's, which writes a gradient in
+# padded parts twice and copies the one for the weights at once (DEVELOPING.md, "Gaps in a TPU's heap").
 @pytest.mark.parametrize(("network", "within"), [("unseen/conv3d", 0.2), ("unseen/wavenet", 0.1)])
 def test_memory_is_foreseen_in_the_compilers_order(network: str, within: float, tmp_path: Path) -> None:
     given, args, kwargs, options = load_step(Row(network, None, None, "v5e"))
