@@ -58,6 +58,17 @@ def test_what_is_taken_out_of_a_tuple_is_not_written_over(count: int) -> None:
     assert shared[3] == 2  # which no sum is made beside
 
 
+def test_a_reduction_of_several_arrays_is_done_beside_the_product_that_makes_one() -> None:
+    ops = (
+        Op((0,), (1,), Kind.PRODUCT, name="dot_general"),
+        Op((0,), (2,), name="copy"),
+        Op((1, 2), (3,), Kind.REDUCTION, name="reduce_sum"),
+        Op((1, 2, 3), (4,)),
+    )
+    found = placed(Graph((0, LARGE, LARGE, 64, 0), ops, (0,), (4,), fused=True))
+    assert [op.name for op in found.ops if op.in_tuple] == ["dot_general"]
+
+
 def test_what_is_put_in_a_tuple_may_take_an_operands_place() -> None:
     ops = (Op((0,), (1,), Kind.PRODUCT), Op((1,), (2,), Kind.ELEMENTWISE, in_tuple=True), Op((2,), (3,)))
     assert shared_places(Graph((0, 8, 8, 8), ops, (0,), (3,), fused=True), "tpu") == {2: 1}
