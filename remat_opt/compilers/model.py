@@ -62,52 +62,13 @@ def compiled(
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
-
-    bodies: dict[int, Graph] = {}
-    buffers: dict[int, tuple[tuple[int, int, int], ...]] = {}  # of bodies
-    tables: dict[int, int] = {}  # of their kernels on a TPU
-
-    def body_of(primitive: Any, params: dict[str, Any], jaxpr: Any) -> Graph:
-        if id(jaxpr) not in bodies:
-            body = inline(jaxpr, with_barriers=True, keep_names=False)
-            reused = reused_by_results(primitive, params, len(body.inputs))
-            counts = compat.scan_counts(params) if primitive is P.scan_p else None
-            options = {"platform": platform, "saving_memory": saving_memory, "loop": counts}
-            graph, tables[id(jaxpr)] = tpu.without_tables(compiled(body, rates, reused, **options))
-            bodies[id(jaxpr)] = graph
-            if platform != "cpu":
-                buffers[id(jaxpr)] = buffers_of(graph, shared_places(graph, platform))
-        return bodies[id(jaxpr)]
-
-    def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
-        return peak_of(body_of(primitive, params, jaxpr))
-
+    bodies = _Bodies(rates, platform, saving_memory)
     program = by_slices(before_products(by_comparison(program)) if platform == "tpu" else program)
-    if platform in GPUS:
-        reader = GpuReader(program, rates, platform, peak_of_body, loop, buffers)
-    elif platform == "tpu":
-        reader = TpuReader(program, rates, platform, peak_of_body)
-        reader.loop, reader.bodies, reader.tables = loop, buffers, tables
-        reader.seconds_of_body = lambda *body: body_of(*body).seconds
-    else:
-        reader = Reader(program, rates, platform, peak_of_body)
+    reader = _reader_of(program, rates, platform, bodies, loop)
     unfused = reader.read(donated)
     if platform not in GPUS:
         unfused = with_copies_of_donated(unfused, are_ordered=platform == "tpu")
-    if platform == "cpu":
-        elements = [getattr(aval, "size", 0) for aval in program.avals]
-        elements += [size // 4 for size in unfused.sizes[len(elements) :]]  # the compiler's own
-        graph = without_mere_views(fuse_loops(unfused, elements).graph)
-    elif isinstance(reader, GpuReader):
-        graph = join_siblings(fuse_by_cost(unfused, reader.work, rates.bandwidth).graph)
-    elif isinstance(reader, TpuReader):
-        unfused = with_pads_in_readers(unfused)
-        elements = [aval.size for aval in program.avals] + [0] * (len(unfused.sizes) - len(program.avals))
-        unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
-        unfused = reader.in_tiles(unfused, narrow=False)
-        graph = reader.in_tiles(with_widened_beside(fuse(unfused, by_kernels=True, copied=widened(unfused)).graph))
-    else:
-        graph = fuse(unfused, by_kernels=True).graph
+    graph = _kernels(reader, unfused)
 
     def sharing(one: Graph) -> Graph:
         return sharing_places(one, platform)
@@ -122,6 +83,76 @@ def compiled(
         timed = with_seconds(ordered, rates)
         ordered = tpu.on_chip(timed, reader.accumulated(), numbers, rates=rates, is_body=loop is not None)
     return sharing_places(ordered, platform)
+
+
+class _Bodies:
+    """What the compiler makes of the bodies of a program's loops, of branches, and of what each device runs.
+
+    Attributes:
+        buffers: by the id of its jaxpr, a body's buffers, as `Op.inside`.
+        tables: in the same way the bytes of its kernels' tables on a TPU.
+    """
+
+    def __init__(self, rates: Rates, platform: str, saving_memory: bool):
+        self.rates = rates
+        self.platform = platform
+        self.saving_memory = saving_memory
+        self.buffers: dict[int, tuple[tuple[int, int, int], ...]] = {}
+        self.tables: dict[int, int] = {}
+        self._graphs: dict[int, Graph] = {}
+
+    def peak_of(self, primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
+        return peak_of(self._graph_of(primitive, params, jaxpr))
+
+    def seconds_of(self, primitive: Any, params: dict[str, Any], jaxpr: Any) -> float:
+        return self._graph_of(primitive, params, jaxpr).seconds
+
+    def _graph_of(self, primitive: Any, params: dict[str, Any], jaxpr: Any) -> Graph:
+        key = id(jaxpr)
+        if key in self._graphs:
+            return self._graphs[key]
+        body = inline(jaxpr, with_barriers=True, keep_names=False)
+        graph = compiled(
+            body,
+            self.rates,
+            reused_by_results(primitive, params, len(body.inputs)),
+            platform=self.platform,
+            saving_memory=self.saving_memory,
+            loop=compat.scan_counts(params) if primitive is P.scan_p else None,
+        )
+        self._graphs[key], self.tables[key] = tpu.without_tables(graph)
+        if self.platform != "cpu":
+            self.buffers[key] = buffers_of(self._graphs[key], shared_places(self._graphs[key], self.platform))
+        return self._graphs[key]
+
+
+def _reader_of(program: Program, rates: Rates, platform: str, bodies: _Bodies, loop: tuple[int, int] | None) -> Reader:
+    if platform in GPUS:
+        return GpuReader(program, rates, platform, bodies.peak_of, loop, bodies.buffers)
+    if platform != "tpu":
+        return Reader(program, rates, platform, bodies.peak_of)
+    reader = TpuReader(program, rates, platform, bodies.peak_of)
+    reader.loop, reader.bodies, reader.tables = loop, bodies.buffers, bodies.tables
+    reader.seconds_of_body = bodies.seconds_of
+    return reader
+
+
+def _kernels(reader: Reader, unfused: Graph) -> Graph:
+    """A program's kernels, in no order yet."""
+    avals = reader.program.avals
+    if reader.platform == "cpu":
+        elements = [getattr(aval, "size", 0) for aval in avals]
+        elements += [size // 4 for size in unfused.sizes[len(elements) :]]  # the compiler's own
+        return without_mere_views(fuse_loops(unfused, elements).graph)
+    if isinstance(reader, GpuReader):
+        return join_siblings(fuse_by_cost(unfused, reader.work, reader.rates.bandwidth).graph)
+    if isinstance(reader, TpuReader):
+        unfused = with_pads_in_readers(unfused)
+        elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
+        unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
+        unfused = reader.in_tiles(unfused, narrow=False)
+        return reader.in_tiles(with_widened_beside(fuse(unfused, by_kernels=True, copied=widened(unfused)).graph))
+    return fuse(unfused, by_kernels=True).graph
 
 
 def reused_by_results(primitive: Any, params: dict[str, Any], inputs: int) -> tuple[bool, ...]:
