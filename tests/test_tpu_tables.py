@@ -69,6 +69,29 @@ def test_a_reduction_of_several_arrays_is_done_beside_the_product_that_makes_one
     assert [op.name for op in found.ops if op.in_tuple] == ["dot_general"]
 
 
+def test_elementwise_work_beside_sums_is_no_array_of_its_own() -> None:
+    ops = (
+        Op((0,), (1,), Kind.PRODUCT),
+        Op((1,), (2,), Kind.ELEMENTWISE),
+        Op((2,), (3,), Kind.REDUCTION, name="reduce_sum"),
+        Op((2, 3), (4,), Kind.ELEMENTWISE),
+        Op((4,), (5,)),
+    )
+    found = placed(Graph((0, LARGE, LARGE, 64, LARGE, 0), ops, (0,), (5,), fused=True), accumulated=frozenset({3}))
+    assert shared_places(found, "tpu") == {2: 1, 4: 2}
+
+
+def test_of_two_products_a_reduction_is_done_beside_the_last() -> None:
+    ops = (
+        Op((0,), (2,), Kind.PRODUCT, name="first"),
+        Op((0,), (1,), Kind.PRODUCT, name="last"),
+        Op((1, 2), (3,), Kind.REDUCTION, name="reduce_sum"),
+        Op((1, 2, 3), (4,)),
+    )
+    found = placed(Graph((0, LARGE, LARGE, 64, 0), ops, (0,), (4,), fused=True))
+    assert [op.name for op in found.ops if op.in_tuple] == ["last"]
+
+
 def test_what_is_put_in_a_tuple_may_take_an_operands_place() -> None:
     ops = (Op((0,), (1,), Kind.PRODUCT), Op((1,), (2,), Kind.ELEMENTWISE, in_tuple=True), Op((2,), (3,)))
     assert shared_places(Graph((0, 8, 8, 8), ops, (0,), (3,), fused=True), "tpu") == {2: 1}

@@ -94,7 +94,9 @@ def on_chip(
     ops, sent = [], {}
     for at, op in enumerate(graph.ops):
         inputs = (sent.get(value, value) for value in op.inputs if at not in unread or value not in unread[at])
-        ops.append(dataclasses.replace(op, inputs=tuple(inputs), in_tuple=at in reducing))
+        # What elementwise work makes beside sums is not stored for others, which compute it again of what it reads.
+        in_tuple = at in reducing and op.kind is Kind.PRODUCT
+        ops.append(dataclasses.replace(op, inputs=tuple(inputs), in_tuple=in_tuple))
         for value in leaving[at]:
             sent[value] = len(sizes)
             sizes.append(sizes[value])
@@ -199,7 +201,7 @@ def _with_tables(graph: Graph, accumulated: Set[int], numbers: Set[int]) -> tupl
         elif op.kind is Kind.PRODUCT and outputs.issuperset(op.outputs):
             gradient_of.update(dict.fromkeys(op.outputs, op.outputs[0]))
         elif op.kind is Kind.REDUCTION and op.inputs:
-            reduced = max(op.inputs, key=lambda value: (graph.sizes[value], is_product(value), value))
+            reduced = max(op.inputs, key=lambda value: (graph.sizes[value], is_product(value), graph.producer[value]))
             maker = graph.producer[reduced]
             kind = graph.ops[maker].kind if maker >= 0 else None
             is_accumulated = not accumulated.isdisjoint(op.outputs)
