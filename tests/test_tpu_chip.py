@@ -105,6 +105,14 @@ def test_what_leaves_the_chip_comes_to_the_devices_memory_behind_the_kernel_that
     assert soon.inputs == late.inputs == sent.outputs
 
 
+def test_a_barrier_holds_nothing_in_the_devices_memory_that_was_fetched_for_good() -> None:
+    waits = Op((), (), seconds=5e-9)
+    barrier = Op((0,), (), Kind.BARRIER, name="barrier")
+    ops = (Op((), (0,)), waits, barrier, waits, Op((0,), ()), barrier, Op((0,), (1,)))
+    found = tpu.on_chip(Graph((10, 0), ops, outputs=(1,), fused=True), rates=RATES, capacity=CAPACITY)
+    assert [len(op.inputs) for op in found.ops if op.name == "barrier"] == [1, 0]
+
+
 def seconds(sizes: tuple[int, ...], *ops: Op) -> list[float]:
     """In units of the time that a byte takes."""
     graph = with_seconds(Graph(sizes, ops, inputs=(0,), fused=True), RATES)

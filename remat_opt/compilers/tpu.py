@@ -80,7 +80,7 @@ def on_chip(
         if stay.outside_until < 0:
             sizes[value] = 0
             continue
-        for read in _reads(graph, lives, index):
+        for read in lives.reads[lives.reads_start[index] : lives.reads_start[index + 1]].tolist():
             if read > stay.outside_until:
                 unread[read].add(value)
         if stay.leaves and value not in outputs:
