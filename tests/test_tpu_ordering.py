@@ -137,14 +137,12 @@ def test_numbers_wait_in_pages_of_the_devices_memory(tmp_path: Path) -> None:
     assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)
 
 
-# Of the 3-D convolutions what lives is foreseen (181 MB), but a gap of 32 MB is not XLA's, which writes a gradient in
-# padded parts twice and copies the one for the weights at once (DEVELOPING.md, "Gaps in a TPU's heap").
-@pytest.mark.parametrize(("network", "within"), [("unseen/conv3d", 0.2), ("unseen/wavenet", 0.1)])
-def test_memory_is_foreseen_in_the_compilers_order(network: str, within: float, tmp_path: Path) -> None:
+@pytest.mark.parametrize("network", ["unseen/conv3d", "unseen/wavenet"])
+def test_memory_is_foreseen_in_the_compilers_order(network: str, tmp_path: Path) -> None:
     given, args, kwargs, options = load_step(Row(network, None, None, "v5e"))
     graph = remat_opt.optimize(given, target="v5e", verify=False, **options).prepare(*args, **kwargs).graph_as_given
     traced = jax.jit(given, **options).trace(*args, **kwargs)
     avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((args, kwargs))]
     donated = [at for at, leaf in enumerate(jax.tree.leaves(traced.args_info)) if leaf.donated]
     found = allocated(compat.function_of_jaxpr(traced), avals, donated, tmp_path)
-    assert allocated_by(graph, "tpu") == pytest.approx(found, rel=within)
+    assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.1)

@@ -115,3 +115,31 @@ def test_a_gradient_of_weights_reads_parts_shifted_by_a_column_each() -> None:
     names = [op.name for op in graph_of(jax.grad(loss, 2), images(4), FILTER, FILTER).ops]
     assert names.count("shifted parts") == 1
     assert names.count("stacked parts") == 1
+
+
+def made_and_read(fun, *avals: jax.ShapeDtypeStruct) -> tuple[Graph, list[int]]:
+    """A program's ops before fusion, and the places of those that make parts."""
+    graph = TpuReader(program_of(fun, *avals), RATES, "tpu").read(())
+    return graph, [at for at, op in enumerate(graph.ops) if op.name == "parts"]
+
+
+def test_columns_of_neighbours_are_no_part_of_what_a_convolution_reads_in_parts() -> None:
+    graph, (first, second) = made_and_read(
+        lambda x, w: convolve(jnp.tanh(convolve(x, w)), w).sum((0, 1, 2)), images(4), FILTER
+    )
+    column = 256 * 4 * 8 * 128 * 2  # of all parts, with their features in the lanes
+    assert [graph.sizes[made] for made in graph.ops[second].outputs] == [33 * column]
+    assert [graph.sizes[made] for made in graph.ops[first].outputs] == [35 * column]  # where the image is cut
+
+
+def test_what_a_gradient_of_weights_cuts_is_made_beside_parts_for_a_convolution() -> None:
+    def loss(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        pooled = pool(jnp.maximum(convolve(x, first), 0))
+        return jnp.sum(pool(jnp.maximum(convolve(pooled, second), 0)) ** 2)
+
+    graph, parts = made_and_read(jax.grad(loss, (1, 2)), images(4, 224), FILTER, FILTER)
+    image, gradient = (graph.ops[at] for at in parts if len(graph.ops[at].outputs) == 2)
+    row = gradient.outputs[1]
+    assert graph.sizes[row] == 4 * 112 * 128 * 64 * 2  # 112 columns are eight parts of 16
+    assert row in {value for at in parts for value in graph.ops[at].inputs}
+    assert image.outputs[1] in {value for op in graph.ops if op.name == "stacked parts" for value in op.inputs}

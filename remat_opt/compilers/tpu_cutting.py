@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.tpu_parts import MOST_IMAGES, Cut
+from remat_opt.compilers.tpu_parts import MOST_IMAGES, PARTS, Cut
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.images import POOLS, images_of
 from remat_opt.program.inline import Equation
-from remat_opt.program.primitives import CONTRACTION
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE
 
 if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
@@ -158,34 +158,58 @@ class Cutting:
         key = ("whole", x, item)
         if key not in self.reader.copies:
             size = padded_bytes(self.shape(x), item)
-            (self.reader.copies[key],) = self.add(before, [x], [size], Kind.OPAQUE, "copy")
+            (self.reader.copies[key],) = self.add(before, [self.own(x)], [size], Kind.OPAQUE, "copy")
         return self.reader.copies[key]
 
     def cut_for(self, image: int, row: Cut, is_resized: bool, before: list[Op]) -> int:
-        """Parts of an image for a convolution, or for a gradient of weights, too."""
-        key = ("parts", image, row)
+        """Parts of an image for a convolution, and beside them what a gradient of weights reads.
+
+        Columns of neighbours are buffers by themselves, and small, but where the row is cut for this convolution.
+        """
+        key, own = ("parts", image, row), ("own parts", image)
         if key in self.reader.copies:
             return self.reader.copies[key]
         read, kind = [image], Kind.REDUCTION
         if is_resized:
             (whole,) = self.add(before, [image], [padded_bytes(self.shape(image), _MULTIPLIED)], kind, "copy")
             read, kind = [whole], Kind.OPAQUE
-        sizes = [self.bytes_of_parts(image, row, _MULTIPLIED)]
-        own = ("own parts", image)
-        if own not in self.reader.copies and self.is_shifted_for_weights(image):
-            sizes.append(self.bytes_of_parts(image, self.parts.cut[image], _MULTIPLIED))
+        cut = row if is_resized else self.parts.cut.get(image, row)
+        sizes = [self.bytes_of_parts(image, cut, _MULTIPLIED)]
+        if own not in self.reader.copies:
+            sizes += self.beside_parts(image, row)
         made = self.add(before, read, sizes, kind, "parts")
         self.reader.copies[key] = made[0]
         if len(made) > 1:
             self.reader.copies[own] = made[1]
         return made[0]
 
-    def is_shifted_for_weights(self, image: int) -> bool:
-        """Whether a gradient of weights reads an image's parts as they are, and shifted."""
-        return image in self.parts.cut and any(
-            self.parts.late.get(user.outputs[0]) == 1 and user.inputs[0] == image and self.shifts(user) > 1
-            for user in self.reader.readers[image]
-            if user.primitive is P.conv_general_dilated_p
+    def beside_parts(self, image: int, row: Cut) -> list[int]:
+        """Bytes of what is made for gradients of weights beside parts for a convolution: the same parts in which what
+        lies behind the end of the row is not masked, or of a whole image the padded row."""
+        gradients = [user for user in self.reader.readers[image] if user.outputs and user.outputs[0] in self.parts.late]
+        late = [user for user in gradients if user.inputs[self.parts.late[user.outputs[0]]] == image]
+        if image in self.parts.cut:
+            is_shifted = any(
+                user.inputs[0] == image and user not in late and self.shifts(user) > 1 for user in gradients
+            )
+            is_put_together = any(not self.lies_so(image, self.late_cut(user)) for user in late)
+            if is_shifted or (is_put_together and not self.is_behind_a_product(image)):
+                return [self.bytes_of_parts(image, self.parts.cut[image], _MULTIPLIED)]
+        elif late:
+            shape = list(self.shape(image))
+            shape[row.space] = max(shape[row.space], PARTS * self.late_cut(late[0]).width)
+            return [padded_bytes(shape, _MULTIPLIED)]
+        return []
+
+    def is_behind_a_product(self, x: int) -> bool:
+        """Whether a value comes out of the kernel of a product, with elementwise work behind that."""
+        maker = self.reader.producer.get(x)
+        if maker is None or maker.primitive in CONTRACTION:
+            return maker is not None
+        return maker.primitive in ELEMENTWISE and any(
+            self.is_behind_a_product(one)
+            for one in maker.inputs
+            if isinstance(one, int) and len(self.reader.readers[one]) == 1
         )
 
     def shifts(self, equation: Equation) -> int:
@@ -199,35 +223,55 @@ class Cutting:
         image, gradient = equation.inputs
         if not isinstance(image, int) or not isinstance(gradient, int):
             return list(ops)
-        early = (image, gradient)[1 - late]
-        numbers, dilation = equation.params["dimension_numbers"], equation.params["rhs_dilation"][-1]
-        width = self.parts.cut[early].width
-        width = width * dilation if late == 0 else -(-width // dilation)
-        spec = (numbers.lhs_spec, numbers.rhs_spec)[late]
-        cut = Cut(spec[1], spec[0], spec[-1], width)  # which has batch and features the other way round
+        cut = self.late_cut(equation)
         other = self.late_parts((image, gradient)[late], cut, equation, before)
         shifted = self.shifted(image, equation, other if late == 0 else None, cut, before)
         instead = {image: shifted, gradient: [gradient if late == 0 else other]}
         return [*before, *(self.reading(op, instead) for op in ops)]
 
+    def late_cut(self, equation: Equation) -> Cut:
+        """How a gradient of weights cuts the operand that is cut for it alone."""
+        late = self.parts.late[equation.outputs[0]]
+        numbers, dilation = equation.params["dimension_numbers"], equation.params["rhs_dilation"][-1]
+        width = self.parts.cut[equation.inputs[1 - late]].width
+        width = width * dilation if late == 0 else -(-width // dilation)
+        spec = (numbers.lhs_spec, numbers.rhs_spec)[late]
+        return Cut(spec[1], spec[0], spec[-1], width)  # which has batch and features the other way round
+
+    def lies_so(self, x: int, cut: Cut) -> bool:
+        """Whether a value is in parts as a gradient of weights reads them."""
+        return self.parts.cut.get(x) == cut and not cut.is_padded(self.shape(x))
+
     def late_parts(self, x: int, cut: Cut, equation: Equation, before: list[Op]) -> int:
         """Parts of what is whole, or was put together for that."""
-        if self.parts.cut.get(x) == cut and not cut.is_padded(self.shape(x)):
+        if self.lies_so(x, cut):
             return next((made for key, made in self.reader.copies.items() if key[:2] == ("parts", x)), x)
         key = ("late parts", x, cut)
         if key not in self.reader.copies:
-            read = self.whole(x, equation, before) if x in self.parts.cut else x
+            self.cut_for_convolutions(x, before)
+            read = self.whole(x, equation, before) if x in self.parts.cut else self.own(x)
             size = self.bytes_of_parts(x, cut, _MULTIPLIED)
             kind = Kind.OPAQUE if x in self.parts.cut else Kind.REDUCTION
             (self.reader.copies[key],) = self.add(before, [read], [size], kind, "parts")
         return self.reader.copies[key]
+
+    def cut_for_convolutions(self, x: int, before: list[Op]) -> None:
+        """Parts of an image for convolutions, as a gradient of weights reads what is made beside them."""
+        for user in self.reader.readers[x]:
+            result = user.outputs[0] if user.outputs else None
+            if result in self.parts.read and result not in self.parts.resized and user.inputs[0] == x:
+                self.cut_for(x, self.parts.read[result], False, before)
+
+    def own(self, x: int) -> int:
+        """What is made beside parts of an image, or the image."""
+        return self.reader.copies.get(("own parts", x), x)
 
     def shifted(self, image: int, equation: Equation, late: int | None, cut: Cut, before: list[Op]) -> list[int]:
         """An image's parts as they are and shifted: as one buffer where they were made for a convolution, too."""
         shifts = self.shifts(equation)
         if late is None:
             cut = self.parts.cut[image]
-            own = self.reader.copies.get(("own parts", image), image)
+            own = self.own(image)
             given = next((made for key, made in self.reader.copies.items() if key[:2] == ("parts", image)), own)
         else:
             own = given = late
