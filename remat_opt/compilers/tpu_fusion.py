@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 from remat_opt.graph.fusion import held_by, there_from
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.ordering import behind_operands
+from remat_opt.graph.ordering import behind_operands, runs_before
 
 MOST_STEPS = 64  # of elementwise work on one result
 
@@ -23,12 +23,12 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
     kernels: dict[int, list[Op]] = {}  # behind which op
     taken: set[int] = set()
     outputs = frozenset(graph.outputs)
-    there = there_from(graph)
+    there, before = there_from(graph), runs_before(graph)
     given_of = {output: given for given, output in graph.aliases}
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.PRODUCT or len(op.outputs) != 1 or op.outputs[0] in outputs:
             continue
-        steps = _steps_after(graph, outputs, taken, elements, there, index)
+        steps = _steps_after(graph, outputs, taken, elements, there, before, index)
         if not steps:
             continue
         work = [op, *(graph.ops[step] for step in steps)]
@@ -58,10 +58,19 @@ def _steps_after(
     taken: Container[int],
     elements: Sequence[int],
     there: Sequence[int],
+    before: Sequence[int],
     product: int,
 ) -> list[int]:
-    """The elementwise ops, in their order, that a product does on its result. What else they read is there before the
-    product."""
+    """The elementwise ops, in their order, that a product does on its result. What else they read does not need that:
+    it may come later, as what is behind a barrier does, and the product then waits for it."""
+
+    def is_behind(value: int) -> bool:
+        return (
+            there[value] > product
+            and graph.producer[value] not in steps
+            and before[graph.producer[value]] >> product & 1 > 0
+        )
+
     (result,) = graph.ops[product].outputs
     waiting = {result: set(graph.users[result])}
     steps: list[int] = []
@@ -71,7 +80,7 @@ def _steps_after(
         op = graph.ops[step]
         if op.kind is not Kind.ELEMENTWISE or len(op.outputs) != 1 or step in taken:
             break
-        if any(there[value] > product for value in op.inputs):
+        if any(is_behind(value) for value in op.inputs):
             break
         steps.append(step)
         for value in op.inputs:
@@ -80,8 +89,9 @@ def _steps_after(
                 if not waiting[value]:
                     del waiting[value]
         (made,) = op.outputs
-        if graph.users[made]:
-            waiting[made] = set(graph.users[made])
+        users = {user for user in graph.users[made] if made not in outputs or graph.ops[user].kind is not Kind.BARRIER}
+        if users:
+            waiting[made] = users
         if made in outputs and elements[made] != elements[result]:
             break
         is_stored_so = list(waiting) == [made] and elements[made] == elements[result] and not is_widened(graph, op)
