@@ -1,0 +1,49 @@
+"""What a TPU's products compute with their results before these are stored."""
+
+import pytest
+
+from remat_opt.compilers.tpu_fusion import with_results_computed
+from remat_opt.graph.graph import Graph, Kind, Op
+
+GIVEN, WEIGHT, GRADIENT, OTHER, BEHIND, UPDATED, READ = range(7)
+
+
+def names(graph: Graph) -> list[str]:
+    return [op.name for op in with_results_computed(graph, [8] * len(graph.sizes)).ops]
+
+
+def updated_behind_a_barrier(*waits_for: int) -> Graph:
+    """A weight's gradient, another product, and the weight's update, which reads it behind a barrier."""
+    ops = (
+        Op((GIVEN,), (GRADIENT,), kind=Kind.PRODUCT, name="gradient"),
+        Op((GIVEN,), (OTHER,), kind=Kind.PRODUCT, name="other"),
+        Op((WEIGHT, *waits_for), (BEHIND,), kind=Kind.BARRIER, name="barrier"),
+        Op((GRADIENT, BEHIND), (UPDATED,), kind=Kind.ELEMENTWISE, name="update"),
+        Op((OTHER,), (READ,), kind=Kind.REDUCTION, name="sum"),
+    )
+    return Graph((8,) * 7, ops, (GIVEN, WEIGHT), (UPDATED, READ))
+
+
+def test_a_product_waits_for_what_its_update_reads_behind_a_barrier() -> None:
+    assert names(updated_behind_a_barrier(OTHER)) == ["other", "barrier", "gradient", "sum"]
+
+
+def test_a_product_does_not_go_on_behind_a_barrier_that_waits_for_it() -> None:
+    assert "update" in names(updated_behind_a_barrier(GRADIENT))
+    assert "update" in names(updated_behind_a_barrier(OTHER, GRADIENT))
+
+
+@pytest.mark.parametrize(("reader", "stored_by_the_product"), [(Kind.BARRIER, 2), (Kind.REDUCTION, 1)])
+def test_a_product_goes_on_behind_a_result_of_the_step_that_a_barrier_holds(
+    reader: Kind, stored_by_the_product: int
+) -> None:
+    product, momentum, held, weight = range(1, 5)
+    ops = (
+        Op((GIVEN,), (product,), kind=Kind.PRODUCT, name="gradient"),
+        Op((product,), (momentum,), kind=Kind.ELEMENTWISE, name="momentum"),
+        Op((momentum,), (held,), kind=reader, name="reader"),
+        Op((momentum,), (weight,), kind=Kind.ELEMENTWISE, name="weight"),
+    )
+    graph = Graph((8,) * 5, ops, (GIVEN,), (momentum, weight, held))
+    kernel = with_results_computed(graph, [8] * 5).ops[0]
+    assert kernel.outputs == (momentum, weight)[:stored_by_the_product]
