@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 from remat_opt.graph.fusion import held_by, there_from
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.ordering import behind_operands, runs_before
+from remat_opt.graph.ordering import behind_operands
 
 MOST_STEPS = 64  # of elementwise work on one result
 
@@ -23,12 +23,12 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
     kernels: dict[int, list[Op]] = {}  # behind which op
     taken: set[int] = set()
     outputs = frozenset(graph.outputs)
-    there, before = there_from(graph), runs_before(graph)
+    there = there_from(graph)
     given_of = {output: given for given, output in graph.aliases}
     for index, op in enumerate(graph.ops):
         if op.kind is not Kind.PRODUCT or len(op.outputs) != 1 or op.outputs[0] in outputs:
             continue
-        steps = _steps_after(graph, outputs, taken, elements, there, before, index)
+        steps = _steps_after(graph, outputs, taken, elements, there, index)
         if not steps:
             continue
         work = [op, *(graph.ops[step] for step in steps)]
@@ -58,18 +58,10 @@ def _steps_after(
     taken: Container[int],
     elements: Sequence[int],
     there: Sequence[int],
-    before: Sequence[int],
     product: int,
 ) -> list[int]:
-    """The elementwise ops, in their order, that a product does on its result. What else they read does not need that:
-    it may come later, as what is behind a barrier does, and the product then waits for it."""
-
-    def is_behind(value: int) -> bool:
-        return (
-            there[value] > product
-            and graph.producer[value] not in steps
-            and before[graph.producer[value]] >> product & 1 > 0
-        )
+    """The elementwise ops, in their order, that a product does on its result. What else they read is there before the
+    product, or is given to the step and read behind a barrier, for which the product then waits."""
 
     (result,) = graph.ops[product].outputs
     waiting = {result: set(graph.users[result])}
@@ -80,7 +72,7 @@ def _steps_after(
         op = graph.ops[step]
         if op.kind is not Kind.ELEMENTWISE or len(op.outputs) != 1 or step in taken:
             break
-        if any(is_behind(value) for value in op.inputs):
+        if not _may_read(graph, there, product, steps, op.inputs):
             break
         steps.append(step)
         for value in op.inputs:
@@ -98,6 +90,37 @@ def _steps_after(
         if not waiting or is_stored_so:
             found = len(steps)
     return steps[:found]
+
+
+def _may_read(graph: Graph, there: Sequence[int], product: int, steps: Container[int], values: Sequence[int]) -> bool:
+    """Whether a product and the steps behind it may read values: what is there before it, or the step's arguments and
+    what is computed of them, behind barriers that do not wait for the product."""
+    seen, unseen = set[int](), list(values)
+    while unseen:
+        value = unseen.pop()
+        maker = graph.producer[value]
+        if value in seen or there[value] <= product or maker in steps:
+            continue
+        seen.add(value)
+        kind = graph.ops[maker].kind
+        if kind is Kind.ELEMENTWISE:
+            unseen += graph.ops[maker].inputs
+        elif kind is not Kind.BARRIER or _waits_for(graph, maker, product):
+            return False
+    return True
+
+
+def _waits_for(graph: Graph, later: int, earlier: int) -> bool:
+    """Whether an op needs the results of one before it, itself or through others."""
+    seen, unseen = {later}, [later]
+    while unseen:
+        makers = {graph.producer[value] for value in graph.ops[unseen.pop()].inputs}
+        if earlier in makers:
+            return True
+        found = {maker for maker in makers if maker > earlier} - seen
+        seen |= found
+        unseen += found
+    return False
 
 
 NUMBER = "number"
