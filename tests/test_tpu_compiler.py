@@ -16,8 +16,8 @@ from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
-from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, padded_bytes
-from remat_opt.program.images import images_of
+from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, bytes_without_features, padded_bytes
+from remat_opt.program.images import images_of, without_features
 from remat_opt.program.inline import Program, inline
 from remat_opt.targets.compile import measure_flat
 from remat_opt.targets.devices import resolve_target
@@ -42,6 +42,11 @@ def test_tiles_of_a_tpu() -> None:
     assert padded_bytes((64, 224, 224, 64), 4, is_image=True) == 2 * 64 * 224 * 224 * 64 * 4  # 64 of 128 lanes
     assert padded_bytes((256, 112, 112, 64), 4, is_image=True) == 256 * 112 * 112 * 64 * 4  # the batch in the lanes
     assert padded_bytes((4, 256, 256, 64), 4, is_image=True) == 4 * 256 * 256 * 64 * 4  # a small batch is in no tile
+    assert padded_bytes((8, 388, 388, 2), 4, is_image=True) == 388 * 388 * 128 * 2 * 4  # XLA's {0,3,2,1:T(2,128)}
+    assert padded_bytes((8, 388, 388, 3), 4, is_image=True) == 388 * 388 * 128 * 4 * 4
+    assert bytes_without_features((8, 388, 388), 4) == 388 * 392 * 128 * 4  # XLA's {0,2,1:T(8,128)}
+    assert bytes_without_features((8, 388, 388, 1), 4) == 388 * 392 * 128 * 4
+    assert bytes_without_features((4, 388, 388), 4) == padded_bytes((4, 388, 388), 4)
     # Where it has to be in one, as in XLA's dumps: four rows, and of two bytes each no fewer than two.
     assert bytes_with_features_or_batch_in_lanes((4, 256, 256, 64), 4, 0, 3) == 4 * 256 * 256 * 128 * 4
     assert bytes_with_features_or_batch_in_lanes((1, 256, 256, 64), 2, 0, 3) == 2 * 256 * 256 * 128 * 2
@@ -62,6 +67,25 @@ def test_what_lies_behind_a_barrier_is_the_image_that_lies_before_it() -> None:
     assert shapes.count((4, 4, 4, 3)) == 1  # what the pool makes
     assert shapes.count((4, 8, 8, 3)) == sum(aval.shape == (4, 8, 8, 3) for aval in program.avals)
     assert len(shapes) == 1 + shapes.count((4, 8, 8, 3))  # sums over the features are none
+
+
+def test_what_is_reduced_over_features_and_spread_over_them_lies_as_images_without_them() -> None:
+    def loss(x: jax.Array, filters: jax.Array, labels: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = lax.conv_general_dilated(x, filters, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        chosen = jnp.where(jnp.arange(3.0) == labels[..., None], logits, 0)
+        return jnp.max(logits, 3) * 2, (logits + 2.0 * labels[..., None] + chosen).sum((0, 1, 2))
+
+    x, filters = jax.ShapeDtypeStruct((8, 16, 16, 3), jnp.float32), jax.ShapeDtypeStruct((3, 3, 3, 3), jnp.float32)
+    program = program_of(loss, x, filters, jax.ShapeDtypeStruct((8, 16, 16), jnp.float32))
+    found = without_features(program, images_of(program))
+    (maximum,) = (e.outputs[0] for e in program.equations if e.primitive.name == "reduce_max")
+    doubled = {e.outputs[0] for e in program.equations if e.primitive.name == "mul"}
+    assert {maximum, *doubled} <= found
+    assert found.isdisjoint(program.inputs)
+    (summed,) = (e.outputs[0] for e in program.equations if e.primitive.name == "reduce_sum")
+    assert summed not in found
+    graph = TpuReader(program, RATES, "tpu").in_tiles(TpuReader(program, RATES, "tpu").read(()))
+    assert graph.sizes[maximum] == 16 * 16 * 128 * 4
 
 
 def test_a_filter_and_its_gradient_are_no_images() -> None:

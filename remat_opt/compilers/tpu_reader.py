@@ -21,13 +21,14 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import (
     bytes_before_merging,
     bytes_with_features_or_batch_in_lanes,
+    bytes_without_features,
     has_batch_in_lanes,
     lies_otherwise,
     padded_bytes,
     padded_rows,
 )
 from remat_opt.program import compat
-from remat_opt.program.images import images_of, lying_as, with_split_batch
+from remat_opt.program.images import images_of, lying_as, with_split_batch, without_features
 from remat_opt.program.inline import Equation
 from remat_opt.program.primitives import REDUCTION
 
@@ -211,6 +212,7 @@ class TpuReader(Reader):
         """
         images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
         joined, split = self.joined_by_batch(images), with_split_batch(self.program)
+        featureless = without_features(self.program, images)
         sizes = list(graph.sizes)
         rounded = self.rounded if narrow else ()
         for value, aval in enumerate(self.program.avals):
@@ -223,6 +225,8 @@ class TpuReader(Reader):
                 sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
             elif value in self.rows and value not in images:
                 sizes[value] = padded_rows(aval.shape, item, self.rows[value])
+            elif value in featureless:
+                sizes[value] = bytes_without_features(aval.shape, item)
             elif value in self.between_products:
                 sizes[value] = item * self.between_products[value]
             else:

@@ -35,7 +35,8 @@ def padded_bytes(
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
     if is_image and last > 1 and shape[batch] >= _SUBLANES:
-        pairs = [(batch, last)] if with_batch_in_lanes else [(last, batch), (batch, last)]
+        by_batch = _tiled_bytes(shape, item, batch, last, max(_few(shape[last]), 4 // item))
+        return by_batch if with_batch_in_lanes else min(by_batch, _tiled_bytes(shape, item, last, batch))
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
@@ -99,6 +100,15 @@ def bytes_with_features_or_batch_in_lanes(shape: Sequence[int], item: int, batch
         _tiled_bytes(shape, item, features, batch, max(_few(shape[batch]), 4 // item)),
         _tiled_bytes(shape, item, batch, features, max(_few(shape[features]), 4 // item)),
     )
+
+
+def bytes_without_features(shape: Sequence[int], item: int) -> int:
+    """Bytes of what is left of images when their features are reduced: the other dimensions lie as in the images, so
+    that the batch is in the lanes, or as they pad least where it fills no tile."""
+    sizes = [shape[0], *(size for size in shape[1:] if size != 1)]
+    if len(sizes) < 3 or shape[0] < _SUBLANES:
+        return padded_bytes(shape, item)
+    return _tiled_bytes(sizes, item, 0, len(sizes) - 1)
 
 
 def _few(rows: int) -> int:

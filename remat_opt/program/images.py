@@ -5,15 +5,16 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.primitives import ELEMENTWISE, named
+from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, named
 
 POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
+_RENAMING = named("broadcast_in_dim reshape squeeze expand_dims")
 _OF_IMAGES = POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
 
 
@@ -50,6 +51,35 @@ def with_split_batch(program: Program) -> frozenset[int]:
     return _reached(pools, alike) - _reached(convolutions, alike)
 
 
+def without_features(program: Program, images: Set[int]) -> frozenset[int]:
+    """What is reduced of images over their features alone or spread over these, and what elementwise work makes of
+    that."""
+    found: set[int] = set()
+    for equation in program.equations:
+        if equation.primitive in REDUCTION:
+            (result, *_), (image, *_) = equation.outputs, equation.inputs
+            if image in images and tuple(equation.params.get("axes", ())) == (len(program.avals[result].shape),):
+                found.update(equation.outputs)
+        elif len(equation.outputs) == 1 and equation.outputs[0] in images:
+            found.update(_spread_over_features(program, equation))
+    return _reached(found, _alike(program, with_reshapes=True)).difference(program.inputs) if found else frozenset()
+
+
+def _spread_over_features(program: Program, equation: Equation) -> Iterator[int]:
+    """Operands of which an equation makes an image, each number of theirs for all features of a place."""
+    shape = program.avals[equation.outputs[0]].shape
+    places = shape[:-1]
+    for x in equation.inputs:
+        if not isinstance(x, int):
+            continue
+        given = program.avals[x].shape
+        if equation.primitive is P.broadcast_in_dim_p:
+            if given[: len(places)] == places and given != shape:
+                yield x
+        elif equation.primitive in ELEMENTWISE and given == (*places, 1) != shape:
+            yield x
+
+
 def lying_as(program: Program, found: set[int]) -> frozenset[int]:
     """Values, and what elementwise work and barriers make of them or make them of; but for what convolutions and
     pooling make, which lies as suits these."""
@@ -58,10 +88,11 @@ def lying_as(program: Program, found: set[int]) -> frozenset[int]:
     return _reached(found, alike)
 
 
-def _alike(program: Program) -> Mapping[int, Sequence[int]]:
-    """For each value those that are stored as it is."""
+def _alike(program: Program, *, with_reshapes: bool = False) -> Mapping[int, Sequence[int]]:
+    """For each value those that are stored as it is; with what has another dimension of one element, too."""
     alike = collections.defaultdict(list)
-    for one, other in _stored_alike(program):
+    more = _renamed(program) if with_reshapes else ()
+    for one, other in itertools.chain(_stored_alike(program), more):
         alike[one].append(other)
         alike[other].append(one)
     return alike
@@ -101,4 +132,16 @@ def _stored_alike(program: Program) -> Iterator[tuple[int, int]]:
             continue
         for x, result in pairs:
             if isinstance(x, int) and program.avals[x].shape == program.avals[result].shape:
+                yield x, result
+
+
+def _renamed(program: Program) -> Iterator[tuple[int, int]]:
+    """Operands and results that differ in dimensions of one element."""
+    for equation in program.equations:
+        if equation.primitive not in _RENAMING:
+            continue
+        x, result = equation.inputs[0], equation.outputs[0]
+        if isinstance(x, int):
+            shapes = ([size for size in program.avals[one].shape if size != 1] for one in (x, result))
+            if next(shapes) == next(shapes):
                 yield x, result
