@@ -233,7 +233,9 @@ class Cutting:
         """How a gradient of weights cuts the operand that is cut for it alone."""
         late = self.parts.late[equation.outputs[0]]
         numbers, dilation = equation.params["dimension_numbers"], equation.params["rhs_dilation"][-1]
-        width = self.parts.cut[equation.inputs[1 - late]].width
+        early = equation.inputs[1 - late]
+        assert isinstance(early, int), "the operand whose parts are there"
+        width = self.parts.cut[early].width
         width = width * dilation if late == 0 else -(-width // dilation)
         spec = (numbers.lhs_spec, numbers.rhs_spec)[late]
         return Cut(spec[1], spec[0], spec[-1], width)  # which has batch and features the other way round
