@@ -143,3 +143,14 @@ def test_what_a_gradient_of_weights_cuts_is_made_beside_parts_for_a_convolution(
     assert graph.sizes[row] == 4 * 112 * 128 * 64 * 2  # 112 columns are eight parts of 16
     assert row in {value for at in parts for value in graph.ops[at].inputs}
     assert image.outputs[1] in {value for op in graph.ops if op.name == "stacked parts" for value in op.inputs}
+
+
+def test_no_parts_are_made_for_a_convolution_that_reads_an_image_as_it_is() -> None:
+    def loss(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        y = pool(jnp.maximum(convolve(x, first), 0))
+        return jnp.sum(jnp.tanh(convolve(y, second)) ** 2)
+
+    pointwise = jax.ShapeDtypeStruct((1, 1, 64, 64), jnp.float32)
+    graph, parts = made_and_read(jax.grad(loss, (1, 2)), images(4, 224), FILTER, pointwise)
+    read = {value for op in graph.ops for value in op.inputs}
+    assert {value for at in parts for value in graph.ops[at].outputs} <= read

@@ -261,8 +261,11 @@ class Cutting:
         """Parts of an image for convolutions, as a gradient of weights reads what is made beside them."""
         for user in self.reader.readers[x]:
             result = user.outputs[0] if user.outputs else None
-            if result in self.parts.read and result not in self.parts.resized and user.inputs[0] == x:
-                self.cut_for(x, self.parts.read[result], False, before)
+            if result not in self.parts.read or result in self.parts.resized or user.inputs[0] != x:
+                continue
+            row = self.parts.read[result]
+            if x not in self.parts.cut or self.has_neighbours(x, row):
+                self.cut_for(x, row, False, before)
 
     def own(self, x: int) -> int:
         """What is made beside parts of an image, or the image."""
