@@ -14,7 +14,6 @@ from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, 
 
 _DIVISIONS = named("div rem")
 SUMS = named("add add_jaxvals")
-RESHAPING = named("reshape squeeze broadcast_in_dim")
 CUTTING = named("pad slice dynamic_slice")  # or making longer
 WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 

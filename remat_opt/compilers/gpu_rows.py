@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import RESHAPING
 from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.primitives import ELEMENTWISE, MOVES, named
+from remat_opt.program.primitives import ELEMENTWISE, MOVES, RESHAPING, named
 
 _REDUCTIONS = named("reduce_sum reduce_max reduce_min")
 _IN_PLACE = (ELEMENTWISE - MOVES) | RESHAPING | named("copy name stop_gradient")

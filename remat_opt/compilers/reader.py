@@ -10,7 +10,6 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers.cpu_library import by_library
 from remat_opt.compilers.equations import (
     CUTTING,
-    RESHAPING,
     SUMS,
     WINDOWED,
     draws_by_arithmetic,
@@ -39,7 +38,7 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, RESHAPING
 
 VIEW = "view"  # ops of this name give an array another shape, with the arithmetic that is fused into them
 # A TPU's compiler writes a concatenation of up to four arrays as the maximum of padded ones, which is elementwise.

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import RESHAPING
 from remat_opt.graph.graph import Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.primitives import ELEMENTWISE, REDUCTION
+from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, RESHAPING
 
 if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader

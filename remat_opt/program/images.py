@@ -11,10 +11,9 @@ from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, named
+from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, RESHAPING, named
 
 POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
-_RENAMING = named("broadcast_in_dim reshape squeeze expand_dims")
 _OF_IMAGES = POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
 
 
@@ -138,7 +137,7 @@ def _stored_alike(program: Program) -> Iterator[tuple[int, int]]:
 def _renamed(program: Program) -> Iterator[tuple[int, int]]:
     """Operands and results that differ in dimensions of one element."""
     for equation in program.equations:
-        if equation.primitive not in _RENAMING:
+        if equation.primitive not in RESHAPING:
             continue
         x, result = equation.inputs[0], equation.outputs[0]
         if isinstance(x, int):
