@@ -29,8 +29,15 @@ def test_a_product_waits_for_what_its_update_reads_behind_a_barrier() -> None:
 
 
 def test_a_product_does_not_go_on_behind_a_barrier_that_waits_for_it() -> None:
-    assert "update" in names(updated_behind_a_barrier(GRADIENT))
-    assert "update" in names(updated_behind_a_barrier(OTHER, GRADIENT))
+    gradient, momentum, behind, updated = range(2, 6)
+    ops = (
+        Op((GIVEN,), (gradient,), kind=Kind.PRODUCT, name="gradient"),
+        Op((gradient,), (momentum,), kind=Kind.ELEMENTWISE, name="momentum"),
+        Op((WEIGHT, momentum), (behind,), kind=Kind.BARRIER, name="barrier"),
+        Op((momentum, behind), (updated,), kind=Kind.ELEMENTWISE, name="update"),
+    )
+    graph = Graph((8,) * 6, ops, (GIVEN, WEIGHT), (momentum, updated))
+    assert names(graph) == ["gradient", "barrier", "update"]
 
 
 @pytest.mark.parametrize(("reader", "stored_by_the_product"), [(Kind.BARRIER, 2), (Kind.REDUCTION, 1)])
