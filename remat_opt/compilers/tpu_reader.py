@@ -9,13 +9,14 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers import tpu_convolutions, tpu_products
 from remat_opt.compilers.equations import merges_examples, mixes_dimensions, multiplies_only
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
-from remat_opt.compilers.tpu_parts import MOST_IMAGES, Parts, parts_of
+from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
-from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_copies, with_scores_turned
+from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
 from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import (
@@ -23,7 +24,6 @@ from remat_opt.graph.tiles import (
     bytes_with_features_or_batch_in_lanes,
     bytes_without_features,
     has_batch_in_lanes,
-    lies_otherwise,
     padded_bytes,
     padded_rows,
 )
@@ -65,6 +65,11 @@ class TpuReader(Reader):
         return parts_of(self.program)
 
     @functools.cached_property
+    def images(self) -> frozenset[int]:
+        """What the program has of images; its inputs come as they pad least."""
+        return images_of(self.program).difference(self.program.inputs)
+
+    @functools.cached_property
     def cutting(self) -> Cutting:
         return Cutting(self)
 
@@ -73,8 +78,19 @@ class TpuReader(Reader):
         return with_scores_turned(self, equation, ops)
 
     def is_renamed(self, equation: Equation) -> bool:
-        """Rows of another length lie otherwise in tiles."""
+        """Rows of another length lie otherwise in tiles; the first of a tile's features are there as they are."""
+        if equation.primitive is P.slice_p:
+            return self.fills_as_many_tiles(equation)
         return super().is_renamed(equation) and not mixes_dimensions(equation, self.program)
+
+    def fills_as_many_tiles(self, cut: Equation) -> bool:
+        """Whether a slice is an image from its beginning, with as many tiles."""
+        whole, (piece,) = cut.inputs[0], cut.outputs
+        if not isinstance(whole, int) or not self.images.issuperset((whole, piece)) or cut.params["strides"]:
+            return False
+        avals = self.program.avals[whole], self.program.avals[piece]
+        before, after = (padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True) for aval in avals)
+        return before == after and not any(cut.params["start_indices"])
 
     def rename(self, equation: Equation) -> None:
         """What has another shape is an image that is put together."""
@@ -131,29 +147,14 @@ class TpuReader(Reader):
             return [*rounded.values(), op]
         if equation.primitive is P.conv_general_dilated_p:
             (op,) = ops
-            return self.with_images_copied(equation, op)
+            return tpu_convolutions.with_copies(self, equation, op)
+        if equation.primitive is P.concatenate_p:
+            (op,) = ops
+            return tpu_convolutions.with_pieces_cut(self, equation, op)
         if equation.primitive is not P.dot_general_p:
             return ops
         (op,) = ops
-        return with_copies(self, equation, op)
-
-    def with_images_copied(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A convolution, before it the copies of images that the step is given: in two bytes, once for all convolutions
-        that read them."""
-        copies, instead = [], {}
-        for x in self.variables(equation):
-            given, aval = self.buffer(x), self.program.avals[x]
-            if given not in self.program.inputs or len(aval.shape) < 4 or aval.shape[0] <= MOST_IMAGES:
-                continue
-            if aval.shape != self.program.avals[given].shape or not lies_otherwise(aval.shape, aval.dtype.itemsize):
-                continue
-            key = self.behind([x])
-            if key not in self.copies:
-                size = bytes_with_features_or_batch_in_lanes(aval.shape, 2, 0, len(aval.shape) - 1)
-                self.copies[key] = self.new(size)
-                copies.append(Op(key, (self.copies[key],), kind=Kind.OPAQUE, name="copy"))
-            instead[given] = self.copies[key]
-        return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
+        return tpu_products.with_copies(self, equation, op)
 
     def rounded_before(self, loop: Equation) -> dict[int, Op]:
         """Of what only products read in all turns of a loop, by its buffer, the copies in two bytes that XLA takes out
@@ -210,7 +211,7 @@ class TpuReader(Reader):
             graph: of ops or of kernels.
             narrow: whether what only products read takes two bytes an element: not before the kernels are known.
         """
-        images = images_of(self.program).difference(self.program.inputs)  # arguments come as they pad least
+        images = self.images
         joined, split = self.joined_by_batch(images), with_split_batch(self.program)
         featureless = without_features(self.program, images)
         sizes = list(graph.sizes)

@@ -26,6 +26,7 @@ from remat_opt.program.platforms import GPUS
 from remat_opt.program.pooling import BOTH, EXPANDING_PLATFORMS, PLACES, SPREAD, Part, by_places
 from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, REDUCTION
 from remat_opt.program.random_masks import masks_of_bits
+from remat_opt.program.splits import by_slices
 
 PeakOfBody = Callable[[Any, dict[str, Any], Any], int]
 """The most temporary bytes that a body needs: of a primitive with its parameters, which have the body's jaxpr."""
@@ -72,6 +73,8 @@ def build(
     """
     if not keep_scatters:
         program = by_places(program, platform)
+    if platform == "tpu":
+        program = by_slices(program, _grows_in_tiles(program))
     masks = masks_of_bits(program) if platform == "cpu" else frozenset()
     known_workspaces = dict(program.workspaces)
     turned = _turned_kernels(program) if platform in GPUS else {}
@@ -273,6 +276,23 @@ def _in_tiles(graph: Graph, program: Program) -> Graph:
         if sizes[value]:
             sizes[value] = padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
     return dataclasses.replace(graph, sizes=tuple(sizes))
+
+
+def _grows_in_tiles(program: Program) -> Callable[[Equation], bool]:
+    """Of which splits the pieces take more bytes than the whole, as a TPU stores images: of 128 features each half
+    fills as many lanes. Who reads a piece then reads it from the whole."""
+    images = images_of(program)
+
+    def bytes_in_tiles(value: int) -> int:
+        aval = program.avals[value]
+        return padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
+
+    def grows(equation: Equation) -> bool:
+        if equation.primitive is not compat.split_p or not images.issuperset(equation.inputs):
+            return False
+        return sum(map(bytes_in_tiles, equation.outputs)) > sum(map(bytes_in_tiles, equation.inputs))
+
+    return grows
 
 
 def workspace_of(equation: Equation, program: Program, platform: str) -> int:

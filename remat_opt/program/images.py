@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import primitives as P
 
@@ -30,7 +30,8 @@ def images_of(program: Program) -> frozenset[int]:
             filters |= made_of & {_filter_of(equation, program)}
         images |= {x for x in made_of if len(program.avals[x].shape) > 2}
     alike = _alike(program)
-    return _reached(images - _reached(filters, alike), alike)
+    lying = _alike(program, _cut_of_images(program))
+    return _reached(images - _reached(filters, alike), lying)
 
 
 def with_split_batch(program: Program) -> frozenset[int]:
@@ -61,7 +62,7 @@ def without_features(program: Program, images: Set[int]) -> frozenset[int]:
                 found.update(equation.outputs)
         elif len(equation.outputs) == 1 and equation.outputs[0] in images:
             found.update(_spread_over_features(program, equation))
-    return _reached(found, _alike(program, with_reshapes=True)).difference(program.inputs) if found else frozenset()
+    return _reached(found, _alike(program, _renamed(program))).difference(program.inputs) if found else frozenset()
 
 
 def _spread_over_features(program: Program, equation: Equation) -> Iterator[int]:
@@ -87,10 +88,9 @@ def lying_as(program: Program, found: set[int]) -> frozenset[int]:
     return _reached(found, alike)
 
 
-def _alike(program: Program, *, with_reshapes: bool = False) -> Mapping[int, Sequence[int]]:
-    """For each value those that are stored as it is; with what has another dimension of one element, too."""
+def _alike(program: Program, more: Iterable[tuple[int, int]] = ()) -> Mapping[int, Sequence[int]]:
+    """For each value those that are stored as it is, some pairs more of these included."""
     alike = collections.defaultdict(list)
-    more = _renamed(program) if with_reshapes else ()
     for one, other in itertools.chain(_stored_alike(program), more):
         alike[one].append(other)
         alike[other].append(one)
@@ -143,4 +143,14 @@ def _renamed(program: Program) -> Iterator[tuple[int, int]]:
         if isinstance(x, int):
             shapes = ([size for size in program.avals[one].shape if size != 1] for one in (x, result))
             if next(shapes) == next(shapes):
+                yield x, result
+
+
+def _cut_of_images(program: Program) -> Iterator[tuple[int, int]]:
+    """Operands and results of what cuts arrays or puts them together and leaves their dimensions as they are."""
+    for equation in program.equations:
+        if equation.primitive not in (P.slice_p, P.pad_p, P.concatenate_p, P.rev_p, compat.split_p):
+            continue
+        for x, result in itertools.product(equation.inputs, equation.outputs):
+            if isinstance(x, int) and program.avals[x].ndim == program.avals[result].ndim > 2:
                 yield x, result

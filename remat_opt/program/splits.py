@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jax.extend.core import primitives
 
@@ -17,22 +17,24 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 
 
-def by_slices(program: Program) -> Program:
-    """The same program without splits and stacks. A stack's pieces keep their shape, without the stack's dimension."""
+def by_slices(program: Program, chosen: Callable[[Equation], bool] = lambda equation: True) -> Program:
+    """The same program without splits and stacks, or without those that are chosen. A stack's pieces keep their shape,
+    without the stack's dimension."""
     lowered = (compat.split_p, compat.unstack_p, compat.stack_p)
-    if not any(equation.primitive in lowered for equation in program.equations):
+    found = [equation.primitive in lowered and chosen(equation) for equation in program.equations]
+    if not any(found):
         return program
-    equations = (piece for equation in program.equations for piece in _lowered(program, equation))
-    return dataclasses.replace(program, equations=tuple(equations))
+    pieces = (
+        _lowered(program, equation) if is_lowered else (equation,)
+        for equation, is_lowered in zip(program.equations, found, strict=True)
+    )
+    return dataclasses.replace(program, equations=tuple(itertools.chain.from_iterable(pieces)))
 
 
 def _lowered(program: Program, equation: Equation) -> Iterator[Equation]:
     if equation.primitive is compat.stack_p:
         params = {"dimension": equation.params["axis"]}
         yield dataclasses.replace(equation, primitive=primitives.concatenate_p, params=params)
-        return
-    if equation.primitive not in (compat.split_p, compat.unstack_p):
-        yield equation
         return
     (whole,) = equation.inputs
     shape = whole.aval.shape if isinstance(whole, Constant) else program.avals[whole].shape

@@ -1,0 +1,98 @@
+"""Copies of what a TPU's convolutions read, in two bytes an element.
+
+Elementwise work on an operand is done by the convolution itself, so is a slice or a concatenation of stored images.
+Kernels of their own are:
+
+- a copy of an image that the step is given, where that lies with neither batch nor features in the lanes;
+- a slice that is a piece of a concatenation;
+- an operand reversed. XLA takes the larger one in space for the image (`conv_operand_swapper.cc`), as of the gradient
+  of a transposed convolution's weights, and a filter that was an image is reversed before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
+
+from jax.extend.core import primitives as P
+
+from remat_opt.compilers.tpu_parts import MOST_IMAGES
+from remat_opt.graph.graph import Kind, Op
+from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, lies_otherwise
+from remat_opt.program.inline import Constant, Equation, Program
+
+if TYPE_CHECKING:
+    from remat_opt.compilers.tpu_reader import TpuReader
+
+_MULTIPLIED = 2  # bytes of an element that the matrix units read
+
+
+def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
+    """A convolution, before it the copies that it reads: each is made once for all convolutions that read it."""
+    copies: list[Op] = []
+    instead: dict[int, int] = {}
+    for x in reader.variables(equation):
+        given, aval = reader.buffer(x), reader.program.avals[x]
+        if given not in reader.program.inputs or len(aval.shape) < 4 or aval.shape[0] <= MOST_IMAGES:
+            continue
+        if aval.shape != reader.program.avals[given].shape or not lies_otherwise(aval.shape, aval.dtype.itemsize):
+            continue
+        instead[given] = _copy(reader, copies, x, "copy", reader.behind([x]))
+    filters = equation.inputs[1]
+    if (
+        isinstance(filters, int)
+        and filters not in reader.parts.cut
+        and takes_filter_for_image(equation, reader.program)
+    ):
+        read, cut = reader.behind([filters]), reader.producer.get(filters)
+        if cut is not None and cut.primitive is P.slice_p:
+            read = (_copy(reader, copies, filters, "slice", reader.behind(reader.variables(cut))),)
+        instead[reader.buffer(filters)] = _copy(reader, copies, filters, "rev", read)
+    return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
+
+
+def with_pieces_cut(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
+    """A concatenation, before it the slices among its pieces if a convolution reads it."""
+    readers = reader.readers.get(equation.outputs[0], ())
+    if op.kind is not Kind.ELEMENTWISE or all(one.primitive is not P.conv_general_dilated_p for one in readers):
+        return [op]
+    copies: list[Op] = []
+    instead: dict[int, int] = {}
+    for x in reader.variables(equation):
+        cut = reader.producer.get(x)
+        if cut is not None and cut.primitive is P.slice_p and len(reader.program.avals[x].shape) >= 4:
+            instead[reader.buffer(x)] = _copy(reader, copies, x, "slice", reader.behind(reader.variables(cut)))
+    return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
+
+
+def _copy(reader: TpuReader, copies: list[Op], value: int, name: str, read: tuple[int, ...]) -> int:
+    """What is copied of some buffers, with a value's shape."""
+    key = (name, value, *read) if name == "slice" else (name, *read)
+    if key not in reader.copies:
+        shape = reader.program.avals[value].shape
+        size = bytes_with_features_or_batch_in_lanes(shape, _MULTIPLIED, 0, len(shape) - 1)
+        reader.copies[key] = reader.new(size)
+        copies.append(Op(read, (reader.copies[key],), kind=Kind.OPAQUE, name=name))
+    return reader.copies[key]
+
+
+def takes_filter_for_image(equation: Equation, program: Program) -> bool:
+    """Whether XLA exchanges a convolution's operands: where the second is larger in space than the first. Dimensions
+    that are contracted whole do not count."""
+    params = equation.params
+    if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
+        return False
+    shapes = [(x.aval if isinstance(x, Constant) else program.avals[x]).shape for x in equation.inputs]
+    numbers = params["dimension_numbers"]
+    filters = images = 1
+    for at, (image_at, filter_at) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):
+        image, window = shapes[0][image_at], shapes[1][filter_at]
+        stride, padding = params["window_strides"][at], tuple(params["padding"][at])
+        spread, dilated = params["lhs_dilation"][at], params["rhs_dilation"][at]
+        if dilated == 1 and padding == (0, 0):
+            is_contracted = window == image and spread == stride == 1
+            if is_contracted or (spread == window and stride == window - 1):
+                continue
+        is_one = image == stride == dilated == 1 and padding == (window - 1, window - 1)
+        filters, images = filters * window, images * (window if is_one else image)
+    return filters > images

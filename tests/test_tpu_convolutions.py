@@ -1,0 +1,143 @@
+"""What a TPU's convolutions read that is no array of the program, and how images are cut and put together."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers.model import compiled
+from remat_opt.compilers.tpu_convolutions import takes_filter_for_image
+from remat_opt.graph.build import build
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph
+from remat_opt.program.images import images_of
+from remat_opt.program.inline import Program, inline
+
+RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
+NUMBERS = ("NHWC", "HWIO", "NHWC")
+
+
+def program_of(fun: Callable, *shapes: tuple[int, ...]) -> Program:
+    avals = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+def graph_of(fun: Callable, *shapes: tuple[int, ...]) -> Graph:
+    return compiled(program_of(fun, *shapes), RATES, platform="tpu")
+
+
+def sizes_of(graph: Graph, name: str) -> list[int]:
+    return [graph.sizes[op.outputs[0]] for op in graph.ops if op.name == name]
+
+
+def convolve(x: jax.Array, filters: jax.Array, padding: str = "SAME") -> jax.Array:
+    return lax.conv_general_dilated(x, filters, (1, 1), padding, dimension_numbers=NUMBERS)
+
+
+def upsample(x: jax.Array, filters: jax.Array) -> jax.Array:
+    """A transposed convolution by a stride of two, as a U-Net has it."""
+    return lax.conv_transpose(x, filters, (2, 2), "VALID")
+
+
+def gradient_of_weights(fun: Callable) -> Callable:
+    def gradient(x: jax.Array, filters: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return jax.vjp(lambda filters: fun(x, filters), filters)[1](cotangent)[0]
+
+    return gradient
+
+
+@pytest.mark.parametrize(
+    ("fun", "image", "filters", "result", "exchanged"),
+    [
+        (upsample, (8, 14, 14, 16), (2, 2, 16, 8), (8, 28, 28, 8), True),
+        (convolve, (8, 14, 14, 16), (3, 3, 16, 8), (8, 14, 14, 8), False),
+        (lambda x, f: convolve(x, f, "VALID"), (8, 14, 14, 16), (3, 3, 16, 8), (8, 12, 12, 8), False),
+        (lambda x, f: convolve(x, f, [(2, 2), (2, 2)]), (8, 14, 14, 16), (3, 3, 16, 8), (8, 16, 16, 8), True),
+        (convolve, (8, 14, 14, 16), (1, 1, 16, 8), (8, 14, 14, 8), False),  # contracted whole
+    ],
+)
+def test_the_larger_operand_of_a_convolution_is_its_image(
+    fun: Callable, image: tuple, filters: tuple, result: tuple, exchanged: bool
+) -> None:
+    """XLA's `conv_operand_swapper.cc`."""
+    program = program_of(gradient_of_weights(fun), image, filters, result)
+    (convolution,) = (e for e in program.equations if e.primitive is lax.conv_general_dilated_p)
+    assert takes_filter_for_image(convolution, program) == exchanged
+
+
+def test_grouped_convolutions_keep_their_operands() -> None:
+    def grouped(x: jax.Array, filters: jax.Array) -> jax.Array:
+        padding = [(14, 14), (14, 14)]
+        return lax.conv_general_dilated(x, filters, (1, 1), padding, feature_group_count=2, dimension_numbers=NUMBERS)
+
+    program = program_of(grouped, (8, 4, 4, 16), (15, 15, 8, 8))
+    assert not takes_filter_for_image(program.equations[-1], program)
+
+
+def test_what_becomes_the_image_is_reversed_in_two_bytes() -> None:
+    def step(x: jax.Array, filters: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return gradient_of_weights(upsample)(x, filters, jnp.split(cotangent * 2, 2, 3)[1])
+
+    graph = graph_of(step, (8, 196, 196, 128), (2, 2, 128, 64), (8, 392, 392, 128))
+    in_two_bytes = 8 * 392 * 392 * 128 * 2  # 64 features in 128 lanes: the U-Net's bf16[8,392,392,64]{3,0,2,1}
+    assert sizes_of(graph, "slice") == [in_two_bytes]
+    assert sizes_of(graph, "rev") == [in_two_bytes]
+
+
+def test_slices_are_cut_before_they_are_put_together_for_a_convolution() -> None:
+    def step(skipped: jax.Array, x: jax.Array, filters: jax.Array) -> jax.Array:
+        cut = (skipped * 2)[:, 8:-8, 8:-8]
+        return convolve(jnp.concatenate([x * 2, cut], 3), filters)
+
+    graph = graph_of(step, (8, 216, 216, 64), (8, 200, 200, 64), (3, 3, 128, 64))
+    assert sizes_of(graph, "slice") == [8 * 200 * 200 * 128 * 2]
+    assert not sizes_of(graph, "concatenate")
+
+
+def test_the_first_features_of_a_tile_are_there_as_they_are() -> None:
+    def step(x: jax.Array, filters: jax.Array, *, first: bool) -> jax.Array:
+        image = convolve(x, filters)
+        half = image[..., :64] if first else image[..., 64:]
+        return lax.pad(half, 0.0, [(0, 0, 0), (8, 8, 0), (8, 8, 0), (0, 0, 0)])
+
+    shapes = (8, 200, 200, 64), (3, 3, 64, 128)
+    first, second = (graph_of(lambda x, f, of=of: step(x, f, first=of), *shapes) for of in (True, False))
+    assert not sizes_of(first, "slice")
+    assert sizes_of(second, "slice") == [8 * 200 * 200 * 128 * 4]
+
+
+def test_what_is_cut_of_images_and_put_together_of_them_is_an_image() -> None:
+    def step(x: jax.Array, filters: jax.Array) -> tuple[jax.Array, ...]:
+        image = convolve(x, filters)
+        rows, features = image[:, 1:3], jnp.split(image, [3], 3)
+        return rows, lax.pad(features[0], 0.0, [(0, 0, 0)] * 4), lax.rev(features[1], (1,)), image[0]
+
+    program = program_of(step, (8, 16, 16, 4), (3, 3, 4, 8))
+    *cut, example = program.outputs
+    images = images_of(program)
+    assert images.issuperset(cut)
+    assert example not in images
+
+
+@pytest.mark.parametrize(("platform", "written"), [("tpu", {"slice"}), ("cuda", {"split"}), ("cpu", {"split"})])
+def test_halves_of_a_tile_are_read_from_the_whole(platform: str, written: set[str]) -> None:
+    """Each takes as many bytes in tiles as both together."""
+
+    def step(x: jax.Array, filters: jax.Array) -> jax.Array:
+        first, second = jnp.split(convolve(x, filters), 2, 3)
+        return jnp.tanh(first) + jnp.sin(second)
+
+    shapes = (8, 16, 16, 4), (3, 3, 4, 128)
+    names = {e.primitive.name for e in build(program_of(step, *shapes), RATES, platform=platform).program.equations}
+    assert names & {"slice", "split"} == written
+
+
+def test_pieces_that_fill_their_tiles_are_split_at_once() -> None:
+    def step(x: jax.Array, filters: jax.Array) -> jax.Array:
+        first, second = jnp.split(convolve(x, filters), 2, 3)
+        return jnp.tanh(first) + jnp.sin(second)
+
+    program = build(program_of(step, (8, 16, 16, 4), (3, 3, 4, 256)), RATES, platform="tpu").program
+    assert [e.primitive.name for e in program.equations].count("split") == 1
