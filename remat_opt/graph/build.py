@@ -74,7 +74,7 @@ def build(
     if not keep_scatters:
         program = by_places(program, platform)
     if platform == "tpu":
-        program = by_slices(program, _grows_in_tiles(program))
+        program = by_slices(program, _shares_tiles(program))
     masks = masks_of_bits(program) if platform == "cpu" else frozenset()
     known_workspaces = dict(program.workspaces)
     turned = _turned_kernels(program) if platform in GPUS else {}
@@ -278,21 +278,22 @@ def _in_tiles(graph: Graph, program: Program) -> Graph:
     return dataclasses.replace(graph, sizes=tuple(sizes))
 
 
-def _grows_in_tiles(program: Program) -> Callable[[Equation], bool]:
-    """Of which splits the pieces take more bytes than the whole, as a TPU stores images: of 128 features each half
+def _shares_tiles(program: Program) -> Callable[[Equation], bool]:
+    """Of which splits each piece takes as many bytes as the whole, as a TPU stores images: each half of 128 features
     fills as many lanes. Who reads a piece then reads it from the whole."""
     images = images_of(program)
 
-    def bytes_in_tiles(value: int) -> int:
-        aval = program.avals[value]
+    def bytes_in_tiles(value: int | Constant) -> int:
+        aval = value.aval if isinstance(value, Constant) else program.avals[value]
         return padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
 
-    def grows(equation: Equation) -> bool:
+    def shares(equation: Equation) -> bool:
         if equation.primitive is not compat.split_p or not images.issuperset(equation.inputs):
             return False
-        return sum(map(bytes_in_tiles, equation.outputs)) > sum(map(bytes_in_tiles, equation.inputs))
+        (whole,) = map(bytes_in_tiles, equation.inputs)
+        return all(bytes_in_tiles(piece) >= whole for piece in equation.outputs)
 
-    return grows
+    return shares
 
 
 def workspace_of(equation: Equation, program: Program, platform: str) -> int:
