@@ -81,7 +81,9 @@ def compiled(
     if isinstance(reader, TpuReader):
         numbers = frozenset(value for value, aval in enumerate(reader.program.avals) if aval.size == 1)
         timed = with_seconds(ordered, rates)
-        ordered = tpu.on_chip(timed, reader.accumulated(), numbers, rates=rates, is_body=loop is not None)
+        ordered = tpu.on_chip(
+            timed, reader.accumulated(), numbers, rates=rates, is_body=loop is not None, rounded=reader.rounded
+        )
     return sharing_places(ordered, platform)
 
 
@@ -151,7 +153,8 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
         unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
         unfused = reader.in_tiles(unfused, narrow=False)
-        return reader.in_tiles(with_widened_beside(fuse(unfused, by_kernels=True, copied=widened(unfused)).graph))
+        fused = fuse(unfused, by_kernels=True, cut_from_buffers=True, copied=widened(unfused)).graph
+        return reader.in_tiles(with_widened_beside(fused))
     return fuse(unfused, by_kernels=True).graph
 
 

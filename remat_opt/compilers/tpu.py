@@ -20,7 +20,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import numpy as np
 from jax.extend.core import primitives as P
@@ -28,6 +28,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers.packing import OF_BODIES
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import Clock, read_by
+from remat_opt.compilers.tpu_cuts import with_cuts_put_off
 from remat_opt.compilers.tpu_fusion import NUMBER
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -51,6 +52,7 @@ def on_chip(
     rates: Rates,
     capacity: int = ON_CHIP,
     is_body: bool = False,
+    rounded: Set[int] = frozenset(),
 ) -> Graph:
     """The graph without the buffers that are on the chip for all of their lives, with the others as long as they lie in
     the device's memory, and with the tables.
@@ -62,14 +64,16 @@ def on_chip(
         rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.
         is_body: whether this is a loop's: what that is given stays from turn to turn, and is placed first.
+        rounded: what is stored in two bytes instead of four.
     """
     if not graph.ops:
         return graph
+    graph, cuts = with_cuts_put_off(graph, rounded, Clock(graph, capacity, rates))
     clock = Clock(graph, capacity, rates)
     lives = simulate(graph, save_everything(graph)).lives
     outputs = set(graph.outputs)
     memory = ChipMemory(capacity, clock)
-    stays = _stays(graph, lives, rates, memory, numbers, is_body=is_body)
+    stays = _stays(graph, lives, rates, memory, numbers, cuts, is_body=is_body)
     sizes, unread, copies = list(graph.sizes), collections.defaultdict(set), 0
     leaving: dict[int, list[int]] = collections.defaultdict(list)
     for index, stay in stays.items():
@@ -138,7 +142,14 @@ def _reads(graph: Graph, lives: Lives, index: int) -> list[int]:
 
 
 def _stays(
-    graph: Graph, lives: Lives, rates: Rates, memory: ChipMemory, numbers: Set[int], *, is_body: bool
+    graph: Graph,
+    lives: Lives,
+    rates: Rates,
+    memory: ChipMemory,
+    numbers: Set[int],
+    cuts: Mapping[int, int],
+    *,
+    is_body: bool,
 ) -> dict[int, Stay]:
     """Where each buffer is that may be on the chip, those first that gain most there."""
     arguments = len(graph.inputs)
@@ -157,7 +168,11 @@ def _stays(
                 stay = memory.stay_of_constant(size, reads) if is_body else None
                 stays[index] = stay or memory.stay_of_argument(size, reads, written_by.get(int(lives.value[index]), -1))
             else:
-                stays[index] = memory.stay_of(size, int(lives.birth[index]), reads, is_argument=False)
+                stay = memory.stay_of(size, int(lives.birth[index]), reads, is_argument=False)
+                last = cuts.get(int(lives.value[index]), -1)
+                if last > stay.outside_until:
+                    stay = dataclasses.replace(stay, outside_until=last, leaves=True)
+                stays[index] = stay
     return stays
 
 

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.equations import is_strided
 from remat_opt.compilers.tpu_parts import MOST_IMAGES
 from remat_opt.graph.graph import Kind, Op
-from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, lies_otherwise
+from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, lies_otherwise, padded_bytes
+from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 
 if TYPE_CHECKING:
@@ -52,25 +54,35 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
 
 
 def with_pieces_cut(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
-    """A concatenation, before it the slices among its pieces if a convolution reads it."""
+    """A concatenation, before it the slices among its pieces if a convolution reads it, or if it puts whole rows one
+    behind the other, as rolling an image does."""
     readers = reader.readers.get(equation.outputs[0], ())
-    if op.kind is not Kind.ELEMENTWISE or all(one.primitive is not P.conv_general_dilated_p for one in readers):
+    is_multiplied = any(one.primitive is P.conv_general_dilated_p for one in readers)
+    is_outside = equation.params["dimension"] < len(reader.program.avals[equation.outputs[0]].shape) - 2
+    if op.kind is not Kind.ELEMENTWISE or not (is_multiplied or is_outside):
         return [op]
     copies: list[Op] = []
     instead: dict[int, int] = {}
     for x in reader.variables(equation):
         cut = reader.producer.get(x)
-        if cut is not None and cut.primitive is P.slice_p and len(reader.program.avals[x].shape) >= 4:
-            instead[reader.buffer(x)] = _copy(reader, copies, x, "slice", reader.behind(reader.variables(cut)))
+        if cut is None or cut.primitive is not P.slice_p or is_strided(cut) or len(reader.program.avals[x].shape) < 4:
+            continue
+        read = reader.behind(reader.variables(cut))
+        instead[reader.buffer(x)] = _copy(reader, copies, x, "slice", read, is_multiplied=is_multiplied)
     return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
 
 
-def _copy(reader: TpuReader, copies: list[Op], value: int, name: str, read: tuple[int, ...]) -> int:
+def _copy(
+    reader: TpuReader, copies: list[Op], value: int, name: str, read: tuple[int, ...], *, is_multiplied: bool = True
+) -> int:
     """What is copied of some buffers, with a value's shape."""
     key = (name, value, *read) if name == "slice" else (name, *read)
     if key not in reader.copies:
-        shape = reader.program.avals[value].shape
-        size = bytes_with_features_or_batch_in_lanes(shape, _MULTIPLIED, 0, len(shape) - 1)
+        aval = reader.program.avals[value]
+        if is_multiplied:
+            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
+        else:
+            size = padded_bytes(aval.shape, compat.item_bytes(aval.dtype))
         reader.copies[key] = reader.new(size)
         copies.append(Op(read, (reader.copies[key],), kind=Kind.OPAQUE, name=name))
     return reader.copies[key]

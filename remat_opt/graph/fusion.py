@@ -180,7 +180,12 @@ class Fusion:
 
 
 def fuse(
-    graph: Graph, *, with_sums: bool = False, by_kernels: bool = False, copied: frozenset[int] = frozenset()
+    graph: Graph,
+    *,
+    with_sums: bool = False,
+    by_kernels: bool = False,
+    cut_from_buffers: bool = False,
+    copied: frozenset[int] = frozenset(),
 ) -> Fusion:
     """Merge virtual values into the kernels that read them, by rules 1 to 3.
 
@@ -188,10 +193,14 @@ def fuse(
         graph: what `Fusion` is made of.
         with_sums: rule 4 holds, too.
         by_kernels: rule 3 counts ops that read a value and are parts of one kernel once.
+        cut_from_buffers: a slice that is stored is computed in no kernel with what it is cut from.
         copied: as of `merge`; of these, those that are stored.
     """
     sums: set[int] = set()
     stored = _stored(graph, sums if with_sums else None, by_kernels)
+    for op in reversed(graph.ops) if cut_from_buffers else ():
+        if op.name == "slice" and any(stored[value] for value in op.outputs):
+            stored[op.inputs[0]] = True
     return merge(graph, stored, frozenset(value for value in copied if stored[value]), frozenset(sums))
 
 

@@ -19,7 +19,8 @@ _OF_IMAGES = POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
 
 def images_of(program: Program) -> frozenset[int]:
     """Values that convolutions and pooling make or read: arrays of (batch, space, features). What elementwise work and
-    barriers make of such an array lies in memory as it does. Filters and their gradients are none."""
+    barriers make of such an array lies in memory as it does, and so does what is cut of it or put together of it.
+    Filters and their gradients are none."""
     images: set[int] = set()
     filters: set[int] = set()
     for equation in program.equations:
@@ -30,8 +31,10 @@ def images_of(program: Program) -> frozenset[int]:
             filters |= made_of & {_filter_of(equation, program)}
         images |= {x for x in made_of if len(program.avals[x].shape) > 2}
     alike = _alike(program)
-    lying = _alike(program, _cut_of_images(program))
-    return _reached(images - _reached(filters, alike), lying)
+    made = {value: list(others) for value, others in alike.items()}
+    for x, result in _cut_of_arrays(program):  # of an image an image; what others are cut of lies as suits those
+        made.setdefault(x, []).append(result)
+    return _reached(images - _reached(filters, alike), made)
 
 
 def with_split_batch(program: Program) -> frozenset[int]:
@@ -146,11 +149,12 @@ def _renamed(program: Program) -> Iterator[tuple[int, int]]:
                 yield x, result
 
 
-def _cut_of_images(program: Program) -> Iterator[tuple[int, int]]:
-    """Operands and results of what cuts arrays or puts them together and leaves their dimensions as they are."""
+def _cut_of_arrays(program: Program) -> Iterator[tuple[int, int]]:
+    """Operands and results of what cuts arrays or puts them together and leaves their dimensions as they are. (With one
+    dimension in space, as sounds have, XLA has that in the lanes of what is cut.)"""
     for equation in program.equations:
         if equation.primitive not in (P.slice_p, P.pad_p, P.concatenate_p, P.rev_p, compat.split_p):
             continue
         for x, result in itertools.product(equation.inputs, equation.outputs):
-            if isinstance(x, int) and program.avals[x].ndim == program.avals[result].ndim > 2:
+            if isinstance(x, int) and program.avals[x].ndim == program.avals[result].ndim > 3:
                 yield x, result
