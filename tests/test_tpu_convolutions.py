@@ -8,7 +8,7 @@ import pytest
 from jax import lax
 
 from remat_opt.compilers.model import compiled
-from remat_opt.compilers.tpu_convolutions import takes_filter_for_image
+from remat_opt.compilers.tpu_convolutions import ROUNDED_SLICE, exchanges_operands
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
@@ -64,7 +64,7 @@ def test_the_larger_operand_of_a_convolution_is_its_image(
     """XLA's `conv_operand_swapper.cc`."""
     program = program_of(gradient_of_weights(fun), image, filters, result)
     (convolution,) = (e for e in program.equations if e.primitive is lax.conv_general_dilated_p)
-    assert takes_filter_for_image(convolution, program) == exchanged
+    assert exchanges_operands(convolution, program) == exchanged
 
 
 def test_grouped_convolutions_keep_their_operands() -> None:
@@ -73,7 +73,7 @@ def test_grouped_convolutions_keep_their_operands() -> None:
         return lax.conv_general_dilated(x, filters, (1, 1), padding, feature_group_count=2, dimension_numbers=NUMBERS)
 
     program = program_of(grouped, (8, 4, 4, 16), (15, 15, 8, 8))
-    assert not takes_filter_for_image(program.equations[-1], program)
+    assert not exchanges_operands(program.equations[-1], program)
 
 
 def test_what_becomes_the_image_is_reversed_in_two_bytes() -> None:
@@ -82,7 +82,7 @@ def test_what_becomes_the_image_is_reversed_in_two_bytes() -> None:
 
     graph = graph_of(step, (8, 196, 196, 128), (2, 2, 128, 64), (8, 392, 392, 128))
     in_two_bytes = 8 * 392 * 392 * 128 * 2  # 64 features in 128 lanes: the U-Net's bf16[8,392,392,64]{3,0,2,1}
-    assert sizes_of(graph, "slice") == [in_two_bytes]
+    assert sizes_of(graph, ROUNDED_SLICE) == [in_two_bytes]
     assert sizes_of(graph, "rev") == [in_two_bytes]
 
 
@@ -92,7 +92,7 @@ def test_slices_are_cut_before_they_are_put_together_for_a_convolution() -> None
         return convolve(jnp.concatenate([x * 2, cut], 3), filters)
 
     graph = graph_of(step, (8, 216, 216, 64), (8, 200, 200, 64), (3, 3, 128, 64))
-    assert sizes_of(graph, "slice") == [8 * 200 * 200 * 128 * 2]
+    assert sizes_of(graph, ROUNDED_SLICE) == [8 * 200 * 200 * 128 * 2]
     assert not sizes_of(graph, "concatenate")
 
 

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
 
 _MULTIPLIED = 2  # bytes of an element that the matrix units read
+ROUNDED_SLICE = "slice in two bytes"
 
 
 def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
@@ -41,14 +42,10 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
             continue
         instead[given] = _copy(reader, copies, x, "copy", reader.behind([x]))
     filters = equation.inputs[1]
-    if (
-        isinstance(filters, int)
-        and filters not in reader.parts.cut
-        and takes_filter_for_image(equation, reader.program)
-    ):
+    if isinstance(filters, int) and filters not in reader.parts.cut and exchanges_operands(equation, reader.program):
         read, cut = reader.behind([filters]), reader.producer.get(filters)
         if cut is not None and cut.primitive is P.slice_p:
-            read = (_copy(reader, copies, filters, "slice", reader.behind(reader.variables(cut))),)
+            read = (_copy(reader, copies, filters, ROUNDED_SLICE, reader.behind(reader.variables(cut))),)
         instead[reader.buffer(filters)] = _copy(reader, copies, filters, "rev", read)
     return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
 
@@ -67,28 +64,26 @@ def with_pieces_cut(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
         cut = reader.producer.get(x)
         if cut is None or cut.primitive is not P.slice_p or is_strided(cut) or len(reader.program.avals[x].shape) < 4:
             continue
-        read = reader.behind(reader.variables(cut))
-        instead[reader.buffer(x)] = _copy(reader, copies, x, "slice", read, is_multiplied=is_multiplied)
+        read, name = reader.behind(reader.variables(cut)), ROUNDED_SLICE if is_multiplied else P.slice_p.name
+        instead[reader.buffer(x)] = _copy(reader, copies, x, name, read)
     return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
 
 
-def _copy(
-    reader: TpuReader, copies: list[Op], value: int, name: str, read: tuple[int, ...], *, is_multiplied: bool = True
-) -> int:
+def _copy(reader: TpuReader, copies: list[Op], value: int, name: str, read: tuple[int, ...]) -> int:
     """What is copied of some buffers, with a value's shape."""
-    key = (name, value, *read) if name == "slice" else (name, *read)
+    key = (name, *read) if name == "copy" else (name, value, *read)
     if key not in reader.copies:
         aval = reader.program.avals[value]
-        if is_multiplied:
-            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
-        else:
+        if name == P.slice_p.name:
             size = padded_bytes(aval.shape, compat.item_bytes(aval.dtype))
+        else:
+            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
         reader.copies[key] = reader.new(size)
         copies.append(Op(read, (reader.copies[key],), kind=Kind.OPAQUE, name=name))
     return reader.copies[key]
 
 
-def takes_filter_for_image(equation: Equation, program: Program) -> bool:
+def exchanges_operands(equation: Equation, program: Program) -> bool:
     """Whether XLA exchanges a convolution's operands: where the second is larger in space than the first. Dimensions
     that are contracted whole do not count."""
     params = equation.params

@@ -1,0 +1,97 @@
+"""Slices that a TPU's compiler copies from the device's memory when they are needed."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers.model import compiled
+from remat_opt.compilers.tpu import on_chip
+from remat_opt.compilers.tpu_clock import Clock
+from remat_opt.compilers.tpu_cuts import with_cuts_put_off
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.fusion import fuse
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.program.inline import inline
+
+RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
+MIB = 2**20
+# The argument, what is cut, the piece, what keeps the chip busy (twice), the result, a barrier's token.
+GIVEN, WHOLE, PIECE, FIRST, SECOND, RESULT, TOKEN = range(7)
+SIZES = (4 * MIB, 4 * MIB, MIB, 4 * MIB, 4 * MIB, MIB, 0)
+
+
+def kernels(seconds: float, *, of_buffers: bool = False, whole_is_read_last: bool = False) -> Graph:
+    """A piece is cut at once of what the first kernel makes, and read by the last one after so many seconds."""
+    ops = (
+        Op((GIVEN,), (WHOLE,), kind=Kind.PRODUCT, seconds=1e-6),
+        Op((WHOLE,), (PIECE,), kind=Kind.ELEMENTWISE, name="slice", seconds=1e-6, of_buffers=of_buffers),
+        Op((PIECE,), (TOKEN,), kind=Kind.BARRIER),
+        Op((GIVEN, TOKEN), (FIRST,), kind=Kind.PRODUCT, seconds=seconds),
+        Op((FIRST,), (SECOND,), kind=Kind.PRODUCT, seconds=1e-6),
+        Op((PIECE, SECOND), (RESULT,), kind=Kind.PRODUCT, seconds=1e-6),
+        Op((RESULT, WHOLE) if whole_is_read_last else (RESULT,), (), kind=Kind.OPAQUE, seconds=1e-6),
+    )
+    return Graph(SIZES, ops, inputs=(GIVEN,), fused=True)
+
+
+def put_off(graph: Graph, rounded: frozenset[int] = frozenset()) -> tuple[list[str], Mapping[int, int]]:
+    later, cuts = with_cuts_put_off(graph, rounded, Clock(graph, 112 * MIB, RATES))
+    assert sorted(map(repr, (op.outputs for op in later.ops))) == sorted(map(repr, (op.outputs for op in graph.ops)))
+    return [op.name or op.kind.name for op in later.ops], cuts
+
+
+def test_a_slice_is_fetched_when_it_is_needed() -> None:
+    order, cuts = put_off(kernels(1e-3))
+    at = order.index("slice")
+    assert order[at - 1] == "BARRIER"  # which is gone by then
+    assert cuts == {WHOLE: at}
+
+
+@pytest.mark.parametrize(
+    ("graph", "rounded"),
+    [
+        (kernels(1e-7), frozenset()),  # no time to send five mebibytes away and to fetch one
+        (kernels(1e-3, of_buffers=True), frozenset()),  # in strides
+        (kernels(1e-3, whole_is_read_last=True), frozenset()),
+        (kernels(1e-3), frozenset({PIECE})),  # no mere copy
+    ],
+)
+def test_other_slices_are_made_where_they_stand(graph: Graph, rounded: frozenset[int]) -> None:
+    order, cuts = put_off(graph, rounded)
+    assert order.index("slice") == 1
+    assert not cuts
+
+
+def test_what_a_slice_is_fetched_from_waits_in_the_devices_memory() -> None:
+    later, sooner = (on_chip(kernels(seconds), rates=RATES) for seconds in (1e-4, 1e-7))
+    assert not sooner.sizes[WHOLE]
+    (sent,) = (op for op in later.ops if op.name == "sent")
+    assert later.sizes[sent.outputs[0]] == 4 * MIB
+    (cut,) = (op for op in later.ops if op.name == "slice")
+    assert cut.inputs == sent.outputs
+
+
+def test_a_slice_that_is_stored_is_cut_of_what_is_stored() -> None:
+    ops = (
+        Op((0,), (1,), kind=Kind.ELEMENTWISE, name="exp"),
+        Op((1,), (2,), kind=Kind.ELEMENTWISE, name="slice"),
+        Op((2,), (3,), kind=Kind.OPAQUE),
+    )
+    graph = Graph((8, 8, 4, 4), ops, inputs=(0,), outputs=(3,))
+    assert [op.outputs for op in fuse(graph).graph.ops] == [(2,), (3,)]
+    assert [op.outputs for op in fuse(graph, cut_from_buffers=True).graph.ops] == [(1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize(("axis", "stored"), [(1, 2), (3, 0)])
+def test_rows_that_are_rolled_are_cut_first(axis: int, stored: int) -> None:
+    """Both pieces are kernels of their own; of an image's features they are read where they are put together."""
+
+    def rolled(x: jax.Array) -> jax.Array:
+        return lax.sort(jnp.roll(x * 2, 3, axis))
+
+    program = inline(jax.make_jaxpr(rolled)(jax.ShapeDtypeStruct((8, 64, 64, 256), jnp.float32)))
+    graph = compiled(program, RATES, platform="tpu")
+    assert [op.name for op in graph.ops].count("slice") == stored
