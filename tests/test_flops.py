@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from jax import lax
 from loop_models import kernel_tanh
 
-from remat_opt.graph.build import bytes_of, flops_of, kind_of
+from remat_opt.graph.build import bytes_of, kind_of
 from remat_opt.graph.graph import Kind
+from remat_opt.program.flops import flops_of
 from remat_opt.program.inline import inline
 
 pytestmark = pytest.mark.short

@@ -13,6 +13,7 @@ from typing import Any
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers import tpu
+from remat_opt.compilers.cpu_reader import CpuReader
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import join_siblings
@@ -132,7 +133,7 @@ def _reader_of(program: Program, rates: Rates, platform: str, bodies: _Bodies, l
     if platform in GPUS:
         return GpuReader(program, rates, platform, bodies.peak_of, loop, bodies.buffers)
     if platform != "tpu":
-        return Reader(program, rates, platform, bodies.peak_of)
+        return CpuReader(program, rates, platform, bodies.peak_of)
     reader = TpuReader(program, rates, platform, bodies.peak_of)
     reader.loop, reader.bodies, reader.tables = loop, bodies.buffers, bodies.tables
     reader.seconds_of_body = bodies.seconds_of

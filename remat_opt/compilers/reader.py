@@ -1,4 +1,4 @@
-"""From equations to what a platform's compiler makes of each."""
+"""From equations to what a compiler makes of each, as far as those of all platforms agree."""
 
 from __future__ import annotations
 
@@ -7,26 +7,14 @@ from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.cpu_library import by_library
 from remat_opt.compilers.equations import (
-    CUTTING,
     SUMS,
-    WINDOWED,
-    draws_by_arithmetic,
-    is_dear,
-    is_half,
     is_matrix_transpose,
-    is_spread,
-    is_strided,
-    product_copies,
-    product_orders,
 )
-from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.graph.build import (
     PeakOfBody,
     aliases_of,
     bytes_of,
-    cpu_conv_copies,
     in_its_own_order,
     is_constant,
     op_of,
@@ -38,14 +26,9 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, RESHAPING
+from remat_opt.program.primitives import RESHAPING
 
 VIEW = "view"  # ops of this name give an array another shape, with the arithmetic that is fused into them
-# A TPU's compiler writes a concatenation of up to four arrays as the maximum of padded ones, which is elementwise.
-MOST_JOINED = 4
-# The CPU's fuses a concatenation of up to eight, but not of pieces of rows that long.
-MOST_PIECES = 8
-WIDE_ROW = 128
 
 
 class Reader:
@@ -190,10 +173,6 @@ class Reader:
         """What a compiler does with ops that are there."""
         self.fold_transposes()
         self.drop_unread()
-        if self.platform == "cpu":
-            self.ops, self.equations = by_library(
-                self.program, self.ops, self.equations, self.sizes, self.constants, self.behind
-            )
 
     def buffer(self, value: int) -> int:
         return self.same[value][0] if value in self.same else value
@@ -233,8 +212,7 @@ class Reader:
         self.equations.append(equation)
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
-        program, platform = self.program, self.platform
-        op = op_of(program, equation, self.rates, self.constants)
+        op = op_of(self.program, equation, self.rates, self.constants)
         if is_matrix_transpose(equation) and op.inputs:
             self.transposed[equation.outputs[0]] = op.inputs[0]
         elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
@@ -243,48 +221,8 @@ class Reader:
         if equation.primitive is P.scan_p:
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.peak_of_body)
-        op = dataclasses.replace(op, workspace=max(workspace_of(equation, program, platform), loops))
-        if platform == "tpu" and (equation.primitive in CONTRACTION or equation.primitive in WINDOWED):
-            op = dataclasses.replace(op, kind=Kind.PRODUCT)
-        elif platform == "tpu" and self.is_padded_for_windows(equation):
-            pass  # the window is dilated instead
-        elif platform == "tpu" and equation.primitive is P.concatenate_p:
-            op = self.joined(equation, op)
-        elif platform == "tpu" and equation.primitive in CUTTING:
-            kind = Kind.OPAQUE if is_spread(equation) else op.kind
-            of_buffers = equation.primitive is P.pad_p or is_strided(equation)
-            op = dataclasses.replace(op, kind=kind, of_views=True, of_buffers=of_buffers)
-        elif platform == "tpu" and draws_by_arithmetic(equation, program):
-            op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
-        elif platform == "tpu" and not self.is_scattered_into_zeros(equation):
-            op = dataclasses.replace(op, seconds=seconds_by_index(equation, program) or op.seconds)
-        return self.on_the_cpu(equation, op) if platform == "cpu" else [op]
-
-    def is_padded_for_windows(self, equation: Equation) -> bool:
-        """Whether a pad is part of the windows that alone read its result."""
-        if equation.primitive is not P.pad_p:
-            return False
-        readers = self.readers.get(equation.outputs[0], [])
-        return bool(readers) and all(reader.primitive in WINDOWED for reader in readers)
-
-    def joined(self, equation: Equation, op: Op) -> Op:
-        """A concatenation on a TPU: of all that concatenations among its operands are of."""
-        pieces = self.pieces_of(equation)
-        kind = Kind.OPAQUE if len(pieces) > MOST_JOINED else op.kind
-        return dataclasses.replace(op, inputs=self.behind(pieces), kind=kind, workspace=0)
-
-    def pieces_of(self, equation: Equation) -> list[int]:
-        """What a concatenation puts side by side, with that of concatenations among it along the same dimension."""
-        found: list[int] = []
-        for x in equation.inputs:
-            if isinstance(x, Constant) or x in self.constants:
-                continue
-            maker = self.producer.get(x)
-            if maker is not None and maker.primitive is P.concatenate_p and maker.params == equation.params:
-                found += self.pieces_of(maker)
-            else:
-                found.append(x)
-        return found
+        op = dataclasses.replace(op, workspace=max(workspace_of(equation, self.program, self.platform), loops))
+        return [op]
 
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
@@ -301,86 +239,6 @@ class Reader:
                 self.changed.add(self.buffer(first))
                 kept.remove(last)
         return dataclasses.replace(op, outputs=(*kept, token))
-
-    def on_the_cpu(self, equation: Equation, op: Op) -> Sequence[Op]:
-        if equation.primitive is P.concatenate_p:
-            kind = Kind.OPAQUE if self.is_copied_together(equation) else op.kind
-            return [dataclasses.replace(op, kind=kind, workspace=0)]
-        if equation.primitive in CONTRACTION:
-            return self.by_library(equation, op)
-        if equation.primitive is P.select_and_scatter_add_p:
-            return self.by_windows(equation, op)
-        return [dataclasses.replace(op, dear=is_dear(equation, self.program), of_buffers=op.kind is Kind.REDUCTION)]
-
-    def is_copied_together(self, equation: Equation) -> bool:
-        """Whether the CPU's compiler copies a concatenation's pieces by a routine of its own and fuses it with nothing:
-        where they lie side by side in each row, or are many (`cpu_instruction_fusion.cc`)."""
-        shape = self.program.avals[equation.outputs[0]].shape
-        is_by_rows = len(shape) > 1 and equation.params["dimension"] == len(shape) - 1 and shape[-1] >= WIDE_ROW
-        return is_by_rows or len(equation.inputs) > MOST_PIECES
-
-    def by_library(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A contraction as the CPU's library computes it: with the copies of its operands that it wants, as ops of
-        their own, which the compiler does as soon as it can and once for all who need the same; and for a number format
-        that it does not have with the rounding of its float32 result."""
-        ops: list[Op] = []
-        is_conv = equation.primitive is P.conv_general_dilated_p
-        numbers = equation.params["dimension_numbers"]
-        transposed = cpu_conv_copies(numbers) if is_conv else product_copies(equation, self.program)
-        specs = (
-            (tuple(numbers.lhs_spec), tuple(numbers.rhs_spec)) if is_conv else product_orders(equation, self.program)
-        )
-        for operand, is_transposed, spec in zip(equation.inputs, transposed, specs, strict=False):
-            if isinstance(operand, Constant) or operand in self.constants:
-                continue
-            halved = is_half(self.program.avals[operand])
-            is_view = not is_conv and not is_transposed and self.is_computed_as_view(operand)
-            if not is_transposed and not halved and not is_view:
-                continue
-            key = (operand, spec if is_transposed else ())
-            if key not in self.copies:
-                self.copies[key] = len(self.sizes)
-                self.sizes.append(self.sizes[operand] * (2 if halved else 1))
-                made, given = (self.copies[key],), self.behind([operand])
-                name = VIEW if is_view and not halved else "copy"
-                ops.append(Op(given, made, kind=Kind.ELEMENTWISE, name=name, of_views=not halved))
-            buffer = self.buffer(operand)
-            inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
-            op = dataclasses.replace(
-                op, inputs=inputs, workspace=op.workspace - is_conv * is_transposed * self.sizes[operand]
-            )
-        (result,) = op.outputs
-        if not is_half(self.program.avals[result]):
-            return [*ops, op]
-        self.sizes.append(2 * self.sizes[result])
-        exact = dataclasses.replace(op, outputs=(len(self.sizes) - 1,))
-        return [*ops, exact, Op(exact.outputs, (result,), kind=Kind.ELEMENTWISE, name="round", dear=True)]
-
-    def is_computed_as_view(self, operand: int) -> bool:
-        """Whether a product's operand is an array of more than two dimensions that loops compute, which they do as the
-        matrix that the product reads, beside the array as others read it."""
-        maker = self.producer.get(operand)
-        is_loop = maker is not None and maker.primitive in ELEMENTWISE and maker.primitive not in MOVES
-        return is_loop and len(self.program.avals[operand].shape) > 2
-
-    def by_windows(self, equation: Equation, op: Op) -> Sequence[Op]:
-        """A max-pool's backward as the CPU's compiler expands it: arrays of each element's indices, a reduction of
-        each window to its maximum and that one's indices, zeros of the operand's size, and a scatter into them. All but
-        the last wait for nothing that is made in the backward pass, the indices and the zeros for nothing at all."""
-        source, operand = equation.inputs
-        if isinstance(source, Constant) or isinstance(operand, Constant):
-            return [op]
-        windows, elements = self.program.avals[source], self.program.avals[operand]
-        dimensions = sum(size > 1 for size in elements.shape)
-        ops: list[Op] = []
-        key = ("indices", elements.shape)
-        if key not in self.copies:
-            self.copies[key] = self.new(4 * elements.size * dimensions)
-            ops.append(Op((), (self.copies[key],), name="iota"))
-        zeros, found = self.new(bytes_of(elements)), self.new(bytes_of(windows) + 4 * windows.size * dimensions)
-        ops.append(Op((), (zeros,), name="zeros"))
-        ops.append(Op((*self.behind([operand]), self.copies[key]), (found,), name="reduce_window"))
-        return [*ops, dataclasses.replace(op, inputs=(*self.behind([source]), found, zeros), workspace=0)]
 
     def new(self, size: int) -> int:
         """A value that the compiler adds."""

@@ -10,10 +10,20 @@ import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers import tpu_convolutions, tpu_products
-from remat_opt.compilers.equations import merges_examples, mixes_dimensions, multiplies_only
+from remat_opt.compilers.equations import (
+    CUTTING,
+    WINDOWED,
+    draws_by_arithmetic,
+    is_spread,
+    is_strided,
+    merges_examples,
+    mixes_dimensions,
+    multiplies_only,
+)
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
+from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
@@ -29,8 +39,10 @@ from remat_opt.graph.tiles import (
 )
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as, with_split_batch, without_features
-from remat_opt.program.inline import Equation
-from remat_opt.program.primitives import REDUCTION
+from remat_opt.program.inline import Constant, Equation
+from remat_opt.program.primitives import CONTRACTION, REDUCTION
+
+MOST_JOINED = 4  # arrays that a concatenation is of as the maximum of padded ones, which is elementwise
 
 
 class TpuReader(Reader):
@@ -129,7 +141,7 @@ class TpuReader(Reader):
         return scores_behind_barriers(self.program)
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
-        ops = super().ops_of(equation)
+        ops = [self.as_kernel(equation, op) for op in super().ops_of(equation)]
         if mixes_dimensions(equation, self.program):
             return [dataclasses.replace(op, kind=Kind.OPAQUE) for op in ops]
         if equation.primitive in (P.scan_p, P.cond_p):
@@ -155,6 +167,50 @@ class TpuReader(Reader):
             return ops
         (op,) = ops
         return tpu_products.with_copies(self, equation, op)
+
+    def as_kernel(self, equation: Equation, op: Op) -> Op:
+        """How a TPU's compiler takes an op: what it fuses with what, and how long that takes."""
+        if equation.primitive in CONTRACTION or equation.primitive in WINDOWED:
+            op = dataclasses.replace(op, kind=Kind.PRODUCT)
+        elif self.is_padded_for_windows(equation):
+            pass  # the window is dilated instead
+        elif equation.primitive is P.concatenate_p:
+            op = self.joined(equation, op)
+        elif equation.primitive in CUTTING:
+            kind = Kind.OPAQUE if is_spread(equation) else op.kind
+            of_buffers = equation.primitive is P.pad_p or is_strided(equation)
+            op = dataclasses.replace(op, kind=kind, of_views=True, of_buffers=of_buffers)
+        elif draws_by_arithmetic(equation, self.program):
+            op = dataclasses.replace(op, kind=Kind.ELEMENTWISE)
+        elif not self.is_scattered_into_zeros(equation):
+            op = dataclasses.replace(op, seconds=seconds_by_index(equation, self.program) or op.seconds)
+        return op
+
+    def is_padded_for_windows(self, equation: Equation) -> bool:
+        """Whether a pad is part of the windows that alone read its result."""
+        if equation.primitive is not P.pad_p:
+            return False
+        readers = self.readers.get(equation.outputs[0], [])
+        return bool(readers) and all(reader.primitive in WINDOWED for reader in readers)
+
+    def joined(self, equation: Equation, op: Op) -> Op:
+        """A concatenation on a TPU: of all that concatenations among its operands are of."""
+        pieces = self.pieces_of(equation)
+        kind = Kind.OPAQUE if len(pieces) > MOST_JOINED else op.kind
+        return dataclasses.replace(op, inputs=self.behind(pieces), kind=kind, workspace=0)
+
+    def pieces_of(self, equation: Equation) -> list[int]:
+        """What a concatenation puts side by side, with that of concatenations among it along the same dimension."""
+        found: list[int] = []
+        for x in equation.inputs:
+            if isinstance(x, Constant) or x in self.constants:
+                continue
+            maker = self.producer.get(x)
+            if maker is not None and maker.primitive is P.concatenate_p and maker.params == equation.params:
+                found += self.pieces_of(maker)
+            else:
+                found.append(x)
+        return found
 
     def rounded_before(self, loop: Equation) -> dict[int, Op]:
         """Of what only products read in all turns of a loop, by its buffer, the copies in two bytes that XLA takes out

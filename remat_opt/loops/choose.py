@@ -15,13 +15,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from remat_opt.graph.build import flops_of
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.costs import Option
 from remat_opt.loops.options import PairOptions, pair_options
 from remat_opt.loops.pairs import Pair, Pairs, find_pairs
 from remat_opt.loops.steps import StepSearch
+from remat_opt.program.flops import flops_of
 from remat_opt.program.inline import Program
 
 MOST_EXTRA = 0.35

@@ -11,7 +11,6 @@ from remat_opt.graph.build import (
     Bridge,
     build,
     bytes_of,
-    flops_of,
     in_its_own_order,
     peak_as_written,
     workspace_of_loops,
@@ -27,6 +26,7 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step, recomputation
 from remat_opt.loops.steps import StepCost, StepCosts, StepSearch
 from remat_opt.loops.update import Update
+from remat_opt.program.flops import flops_of
 from remat_opt.program.inline import Constant, Program
 
 DEAR = (Kind.CONTRACTION, Kind.OPAQUE)

@@ -1,0 +1,122 @@
+"""FLOPs of equations."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import primitives as P
+
+from remat_opt.program import compat
+from remat_opt.program.images import POOLS
+from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.pooling import BOTH, PLACES, SPREAD, Part
+from remat_opt.program.primitives import MOVES
+
+
+def flops_of(equation: Equation, program: Program) -> float:
+    """FLOPs of one equation: 2·m·n·k for products, loops times their length, one an element for the rest."""
+    operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+    results = [program.avals[x] for x in equation.outputs]
+    return _flops(equation.primitive, equation.params, operands, results)
+
+
+def _flops(primitive: Any, params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    rule = _FLOP_RULES.get(primitive)
+    if rule is not None:
+        return rule(params, operands, results)
+    if primitive in MOVES:
+        return 0.0
+    if compat.is_kernel(params):
+        return compat.kernel_runs(params) * jaxpr_flops(params["jaxpr"])
+    inner = compat.jaxprs_in(params)
+    if inner:
+        return float(sum(jaxpr_flops(jaxpr) for jaxpr in inner))
+    return float(max((math.prod(getattr(aval, "shape", ())) for aval in (*operands, *results)), default=0))
+
+
+def jaxpr_flops(jaxpr: Any) -> float:
+    """FLOPs of a jaxpr when it runs once."""
+    total = 0.0
+    for equation in compat.bare_jaxpr(jaxpr).eqns:
+        operands = [atom.aval for atom in equation.invars]
+        results = [variable.aval for variable in equation.outvars]
+        total += _flops(equation.primitive, equation.params, operands, results)
+    return total
+
+
+def _dot_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    (contracted, _), _ = params["dimension_numbers"]
+    return 2.0 * math.prod(results[0].shape) * math.prod(operands[0].shape[axis] for axis in contracted)
+
+
+def _conv_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    """Products with the zeros of padding and of dilation are not counted, as XLA does not count them."""
+    image, kernel = operands[0].shape, operands[1].shape
+    numbers = params["dimension_numbers"]
+    image_axes, kernel_axes, result_axes = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
+    positions = 1.0
+    for axis, (i, k, o) in enumerate(zip(image_axes, kernel_axes, result_axes, strict=True)):
+        positions *= _valid_positions(
+            image[i],
+            kernel[k],
+            results[0].shape[o],
+            params["window_strides"][axis],
+            params["padding"][axis][0],
+            params["lhs_dilation"][axis],
+            params["rhs_dilation"][axis],
+        )
+    batch = results[0].shape[numbers.out_spec[0]]
+    features = results[0].shape[numbers.out_spec[1]]
+    return 2.0 * batch * features * kernel[numbers.rhs_spec[1]] * positions
+
+
+def _valid_positions(image: int, kernel: int, result: int, stride: int, low: int, dilation: int, spread: int) -> int:
+    """How many (result, kernel) index pairs along one axis meet an element of the undilated, unpadded image."""
+    at = np.arange(result)[:, None] * stride + np.arange(kernel)[None, :] * spread - low
+    inside = (at >= 0) & (at <= (image - 1) * dilation) & (at % dilation == 0)
+    return int(inside.sum())
+
+
+def _scan_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    return params["length"] * jaxpr_flops(params["jaxpr"])
+
+
+def _pool_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    return float(math.prod(params["window_dimensions"]) * math.prod(results[0].shape))
+
+
+def _scatter_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    """As XLA expands it (`select_and_scatter_expander.cc`): each number of a window but the first is compared, asked
+    whether it is the first (six operations), and selected with its index along every dimension; one sum for each."""
+    window = math.prod(params["window_dimensions"])
+    return float(math.prod(operands[0].shape) * ((7 + len(operands[0].shape)) * (window - 1) + 1))
+
+
+def _part_flops(part: Part) -> Callable[[dict[str, Any], list[Any], list[Any]], float]:
+    def flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+        given = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in operands]
+        return jaxpr_flops(jax.make_jaxpr(functools.partial(part.bind, **params))(*given))
+
+    return flops
+
+
+def _cond_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
+    return max(jaxpr_flops(branch) for branch in params["branches"])
+
+
+_FLOP_RULES: dict[Any, Callable[[dict[str, Any], list[Any], list[Any]], float]] = {
+    P.dot_general_p: _dot_flops,
+    P.conv_general_dilated_p: _conv_flops,
+    P.scan_p: _scan_flops,
+    P.cond_p: _cond_flops,
+    **dict.fromkeys(POOLS, _pool_flops),
+    P.select_and_scatter_add_p: _scatter_flops,
+    PLACES: _part_flops(PLACES),
+    SPREAD: _part_flops(SPREAD),
+    BOTH: _part_flops(BOTH),
+}
