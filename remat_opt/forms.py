@@ -27,6 +27,7 @@ LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few forms are searched
 LEVELS_INSIDE = (0.75, 0.5, 0.25, 0.0)
 MOST_ASKED = 6  # times that the search is asked for a size that it does not know
+LEAST_STEP = 64  # part of a limit by which less is asked for, which doubles
 CLOSE_TO_IT = 0.97  # above this part of a limit no more memory is tried
 
 
@@ -178,9 +179,12 @@ class Forms:
                 return
             else:
                 exceeds = found.peak, needed
-            if fits is None or exceeds is None:  # sizes may be of one of many devices: then their ratio counts
-                more = max(found.peak + limit - needed, found.peak * limit // max(needed, 1))
-                asked = more if exceeds is None else found.peak + limit - needed
+            if exceeds is None:  # sizes may be of one of many devices: then their ratio counts
+                asked = max(found.peak + limit - needed, found.peak * limit // max(needed, 1))
+                continue
+            if fits is None:  # less than is missing would not do where a size stays as it is while the peak falls
+                least_step = limit * 2**attempt // LEAST_STEP if attempt else 0
+                asked = max(found.peak - max(needed - limit, least_step), 0)
                 continue
             (low, small), (high, large) = fits, exceeds
             if high - low <= (1 - CLOSE_TO_IT) * high:

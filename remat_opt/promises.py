@@ -73,7 +73,8 @@ class _Promise:
             if self.is_enough(found, figures):
                 break
             self.beside = self.counted(figures) - figures.temp_bytes
-            self.correction = figures.temp_bytes / max(self.decider.foreseen(found), 1)
+            if not found.prepared.in_our_order:  # where nothing is computed again other buffers are live
+                self.correction = figures.temp_bytes / max(self.decider.foreseen(found), 1)
         if fitting := self.fitting:
             return self.decider.decision(*min(fitting, key=lambda one: one[0].extra_seconds))
         raise self.refusal()
