@@ -27,7 +27,7 @@ LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few forms are searched
 LEVELS_INSIDE = (0.75, 0.5, 0.25, 0.0)
 MOST_ASKED = 6  # times that the search is asked for a size that it does not know
-LEAST_STEP = 64  # part of a limit by which less is asked for, which doubles
+LEAST_STEP = 64  # part of a limit by which less is asked for where that changes nothing, which doubles
 CLOSE_TO_IT = 0.97  # above this part of a limit no more memory is tried
 
 
@@ -164,6 +164,7 @@ class Forms:
         asked for less while they are too large and for more while they fit."""
         fits: tuple[int, int] | None = None  # a budget of the search, and the size of its answer
         exceeds: tuple[int, int] | None = None
+        stuck = 0  # how often less was asked for and nothing was gained
         asked = limit
         for attempt in range(MOST_ASKED):
             found = self.found(form, asked)
@@ -178,13 +179,14 @@ class Forms:
                     yield Found(form, search_of(form.problem).most_barriers)
                 return
             else:
+                stuck += exceeds is not None and 2 * (exceeds[1] - needed) < exceeds[0] - found.peak
                 exceeds = found.peak, needed
             if exceeds is None:  # sizes may be of one of many devices: then their ratio counts
                 asked = max(found.peak + limit - needed, found.peak * limit // max(needed, 1))
                 continue
-            if fits is None:  # less than is missing would not do where a size stays as it is while the peak falls
-                least_step = limit * 2**attempt // LEAST_STEP if attempt else 0
-                asked = max(found.peak - max(needed - limit, least_step), 0)
+            if fits is None:  # where a size stays as it is while the peak falls, less than is missing would not do
+                step = max(needed - limit, limit * 2**stuck // LEAST_STEP if stuck else 0)
+                asked = max(found.peak - step, 0)
                 continue
             (low, small), (high, large) = fits, exceeds
             if high - low <= (1 - CLOSE_TO_IT) * high:
