@@ -55,7 +55,7 @@ def gradient_of_weights(fun: Callable) -> Callable:
         (convolve, (8, 14, 14, 16), (3, 3, 16, 8), (8, 14, 14, 8), False),
         (lambda x, f: convolve(x, f, "VALID"), (8, 14, 14, 16), (3, 3, 16, 8), (8, 12, 12, 8), False),
         (lambda x, f: convolve(x, f, [(2, 2), (2, 2)]), (8, 14, 14, 16), (3, 3, 16, 8), (8, 16, 16, 8), True),
-        (convolve, (8, 14, 14, 16), (1, 1, 16, 8), (8, 14, 14, 8), False),  # contracted whole
+        (convolve, (8, 14, 14, 16), (1, 1, 16, 8), (8, 14, 14, 8), False),
     ],
 )
 def test_the_larger_operand_of_a_convolution_is_its_image(
@@ -73,6 +73,17 @@ def test_grouped_convolutions_keep_their_operands() -> None:
         return lax.conv_general_dilated(x, filters, (1, 1), padding, feature_group_count=2, dimension_numbers=NUMBERS)
 
     program = program_of(grouped, (8, 4, 4, 16), (15, 15, 8, 8))
+    assert not exchanges_operands(program.equations[-1], program)
+
+
+def test_windows_that_take_one_element_each_keep_their_operands() -> None:
+    """Each number of the image is between zeros, as a grouped convolution is written."""
+
+    def spread(x: jax.Array, filters: jax.Array) -> jax.Array:
+        given = {"lhs_dilation": (3, 3), "dimension_numbers": NUMBERS}
+        return lax.conv_general_dilated(x, filters, (2, 2), [(0, 0), (0, 0)], **given)
+
+    program = program_of(spread, (8, 2, 2, 16), (3, 3, 16, 8))
     assert not exchanges_operands(program.equations[-1], program)
 
 

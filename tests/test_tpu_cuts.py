@@ -23,7 +23,9 @@ GIVEN, WHOLE, PIECE, FIRST, SECOND, RESULT, TOKEN = range(7)
 SIZES = (4 * MIB, 4 * MIB, MIB, 4 * MIB, 4 * MIB, MIB, 0)
 
 
-def kernels(seconds: float, *, of_buffers: bool = False, whole_is_read_last: bool = False) -> Graph:
+def kernels(
+    seconds: float, *, of_buffers: bool = False, whole_is_read_last: bool = False, whole: int = 4 * MIB
+) -> Graph:
     """A piece is cut at once of what the first kernel makes, and read by the last one after so many seconds."""
     ops = (
         Op((GIVEN,), (WHOLE,), kind=Kind.PRODUCT, seconds=1e-6),
@@ -34,7 +36,8 @@ def kernels(seconds: float, *, of_buffers: bool = False, whole_is_read_last: boo
         Op((PIECE, SECOND), (RESULT,), kind=Kind.PRODUCT, seconds=1e-6),
         Op((RESULT, WHOLE) if whole_is_read_last else (RESULT,), (), kind=Kind.OPAQUE, seconds=1e-6),
     )
-    return Graph(SIZES, ops, inputs=(GIVEN,), fused=True)
+    sizes = (*SIZES[:WHOLE], whole, *SIZES[WHOLE + 1 :])
+    return Graph(sizes, ops, inputs=(GIVEN,), fused=True)
 
 
 def put_off(graph: Graph, rounded: frozenset[int] = frozenset()) -> tuple[list[str], Mapping[int, int]]:
@@ -53,7 +56,8 @@ def test_a_slice_is_fetched_when_it_is_needed() -> None:
 @pytest.mark.parametrize(
     ("graph", "rounded"),
     [
-        (kernels(1e-7), frozenset()),  # no time to send five mebibytes away and to fetch one
+        (kernels(1e-7), frozenset()),  # no time to send four mebibytes away and to fetch one
+        (kernels(3e-5, whole=64 * MIB), frozenset()),  # there is time to fetch one, but not to send so many
         (kernels(1e-3, of_buffers=True), frozenset()),  # in strides
         (kernels(1e-3, whole_is_read_last=True), frozenset()),
         (kernels(1e-3), frozenset({PIECE})),  # no mere copy

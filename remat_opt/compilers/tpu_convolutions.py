@@ -84,8 +84,7 @@ def _copy(reader: TpuReader, copies: list[Op], value: int, name: str, read: tupl
 
 
 def exchanges_operands(equation: Equation, program: Program) -> bool:
-    """Whether XLA exchanges a convolution's operands: where the second is larger in space than the first. Dimensions
-    that are contracted whole do not count."""
+    """Whether XLA exchanges a convolution's operands: where the second is larger in space than the first."""
     params = equation.params
     if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
         return False
@@ -96,10 +95,8 @@ def exchanges_operands(equation: Equation, program: Program) -> bool:
         image, window = shapes[0][image_at], shapes[1][filter_at]
         stride, padding = params["window_strides"][at], tuple(params["padding"][at])
         spread, dilated = params["lhs_dilation"][at], params["rhs_dilation"][at]
-        if dilated == 1 and padding == (0, 0):
-            is_contracted = window == image and spread == stride == 1
-            if is_contracted or (spread == window and stride == window - 1):
-                continue
+        if dilated == 1 and padding == (0, 0) and spread == window and stride == window - 1:
+            continue
         is_one = image == stride == dilated == 1 and padding == (window - 1, window - 1)
         filters, images = filters * window, images * (window if is_one else image)
     return filters > images

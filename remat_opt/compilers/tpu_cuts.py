@@ -57,9 +57,7 @@ def _cut_from(graph: Graph, op: Op) -> int:
     """What a kernel that is a slice without strides and nothing else is cut from, made by another kernel; -1 for any
     other kernel."""
     arrays = [value for value in op.inputs if graph.sizes[value]]
-    if op.name != P.slice_p.name or op.of_buffers or len(arrays) != 1:
-        return -1
-    if op.outputs[0] in graph.outputs:
+    if op.name != P.slice_p.name or op.of_buffers or len(arrays) != 1 or op.outputs[0] in graph.outputs:
         return -1
     return arrays[0] if graph.producer[arrays[0]] >= 0 else -1
 

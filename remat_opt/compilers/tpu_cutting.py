@@ -14,7 +14,7 @@ from remat_opt.compilers.tpu_parts import MOST_IMAGES, PARTS, Cut
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
-from remat_opt.program.images import POOLS, images_of
+from remat_opt.program.images import POOLS
 from remat_opt.program.inline import Equation
 from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE
 
@@ -66,7 +66,7 @@ class Cutting:
 
     @functools.cached_property
     def images(self) -> frozenset[int]:
-        return images_of(self.reader.program)
+        return self.reader.images_with_inputs
 
     def in_tiles_of_images(
         self, equation: Equation, ops: Sequence[Op], instead: dict[int, list[int]], before: list[Op]

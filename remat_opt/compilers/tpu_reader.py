@@ -78,8 +78,12 @@ class TpuReader(Reader):
 
     @functools.cached_property
     def images(self) -> frozenset[int]:
-        """What the program has of images; its inputs come as they pad least."""
-        return images_of(self.program).difference(self.program.inputs)
+        """Images that lie as such; the program's inputs come as they pad least."""
+        return self.images_with_inputs.difference(self.program.inputs)
+
+    @functools.cached_property
+    def images_with_inputs(self) -> frozenset[int]:
+        return images_of(self.program)
 
     @functools.cached_property
     def cutting(self) -> Cutting:
@@ -98,7 +102,7 @@ class TpuReader(Reader):
     def fills_as_many_tiles(self, cut: Equation) -> bool:
         """Whether a slice is an image from its beginning, with as many tiles."""
         whole, (piece,) = cut.inputs[0], cut.outputs
-        if not isinstance(whole, int) or not self.images.issuperset((whole, piece)) or cut.params["strides"]:
+        if not isinstance(whole, int) or not self.images.issuperset((whole, piece)) or is_strided(cut):
             return False
         avals = self.program.avals[whole], self.program.avals[piece]
         before, after = (padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True) for aval in avals)
