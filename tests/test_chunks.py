@@ -5,6 +5,7 @@ import functools
 import loop_models as models
 import optax
 import pytest
+from jax.extend.core import Var
 from test_loops_values import RATES, all_residuals, as_jaxpr, captured
 
 from remat_opt.loops.choice import Chunks, LoopChoice
@@ -37,6 +38,31 @@ def test_the_update_of_a_chunks_last_step_comes_before_the_next_step(update):
     choice = LoopChoice(chunk=2, update=update, in_chunk=all_residuals(pair))
     written = as_jaxpr(rewrite_loops(found.program, (pair,), [(0, choice)], aliases))
     assert (barriers_over_stacks(written) > 0) == update
+
+
+def readers_of_single_slices(jaxpr, length=0):
+    """What reads, in loops of one step, the slices of stacks that have one slice; `length` is the loop's."""
+    jaxpr = compat.bare_jaxpr(jaxpr)
+    slices = set()
+    for equation in jaxpr.eqns:
+        reads = slices & {atom for atom in equation.invars if isinstance(atom, Var)}
+        is_slice = equation.params.get("name") == "dynamic_index_in_dim" and equation.invars[0].aval.shape[0] == 1
+        if is_slice or (reads and equation.primitive.name == "layout_constraint"):
+            slices |= set(equation.outvars)
+        elif reads and length == 1:
+            yield equation.primitive
+        for inner in compat.jaxprs_in(equation.params):
+            yield from readers_of_single_slices(inner, equation.params.get("length", length))
+
+
+def test_what_a_chunk_of_two_steps_kept_of_its_first_waits_for_its_cotangents():
+    """A loop of a single step is none to a compiler: it would recompute the first step before the second is done."""
+    found, _, aliases = captured(layers)
+    (pair,) = find_pairs(found.program).pairs
+    held = all_residuals(pair)
+    choice = LoopChoice(chunk=2, in_chunk=held, earlier=(Chunks((pair.length - 2) // 2, 2, held),))
+    written = as_jaxpr(rewrite_loops(found.program, (pair,), [(0, choice)], aliases))
+    assert set(readers_of_single_slices(written)) == {compat.barrier_p}
 
 
 def test_a_division_needs_and_takes_what_its_choice_does():

@@ -128,9 +128,9 @@ class ReverseLoop:
         return [{v: self.slice_of(stack, index) for v, stack in stacks.items()} for stacks in self.stacks]
 
     def slice_of(self, stack: Any, index: Any, read: Callable[[Any, Any], Any] | None = None) -> Any:
-        """A step's slice of a stack."""
+        """A step's slice of a stack; of a stack of one slice that slice, whatever the index, as compilers see it."""
         found = Slice(functools.partial(read or _slice, stack), index)
-        return found if self.is_scheduled else found.now()
+        return found if self.is_scheduled and stack.shape[0] > 1 else found.now()
 
     def in_two_levels(self) -> tuple[list[Any], list[Any], list[Any]]:
         writer = self.writer
@@ -195,16 +195,16 @@ class ReverseLoop:
             kept: what there is of its steps.
         """
 
-        def step(state, number, again, held):
+        def step(state, number, again, held, is_single):
             index = self.index_of(first_step + number)
-            (last, in_place), made = self.step(state[:2], index, again, held, self.slices(index))
+            (last, in_place), made = self.step(state[:2], index, again, held, self.slices(index), is_single)
             stacked = [lax.dynamic_update_index_in_dim(s, m, index, 0) for s, m in zip(state[2], made, strict=True)]
             return last, in_place, stacked
 
         def in_reverse(state, numbers, again, held_of):
             unroll = unroll_for(self.pair.backward.unroll, len(numbers))
             return lax.scan(
-                lambda state, number: (step(state, number, again, held_of(number)), None),
+                lambda state, number: (step(state, number, again, held_of(number), len(numbers) == 1), None),
                 state,
                 numbers,
                 reverse=True,
@@ -284,7 +284,9 @@ class ReverseLoop:
         constants = self.writer.constants(forward, self.operands)
         return constants | {forward.body_carry[at]: value for at, value in carry.items()}
 
-    def step(self, state: Any, index: Any, kept: Recomputation, held: list[Any], slices: Any) -> Any:
+    def step(
+        self, state: Any, index: Any, kept: Recomputation, held: list[Any], slices: Any, is_single: bool = False
+    ) -> Any:
         """One step: the residuals again, the backward body, the update.
 
         Args:
@@ -293,14 +295,17 @@ class ReverseLoop:
             kept: what it repeats.
             held: the forward carries that the recomputation starts from, and what the chunk has kept besides.
             slices: this step's slice of each of `stacks`.
+            is_single: its loop has no other step.
 
         Returns:
             The next state and one slice for each stack that is written.
         """
         cotangents, in_place = state
         of_forward, of_backward, of_update = slices
+        starts = len(held) if is_single else len(kept.carries)
+        found, cotangents = self.together(held[:starts], cotangents)
+        held = [*found, *held[starts:]]
         carries, residuals = held[: len(kept.carries)], held[len(kept.carries) :]
-        carries, cotangents = self.together(carries, cotangents)
         stacks = zip(self.in_place.values(), in_place, strict=True)
         if self.writer.slices_apart:
             given_now = {given: lax.optimization_barrier(_slice(stack, index)) for given, stack in stacks}
@@ -364,7 +369,8 @@ class ReverseLoop:
     def together(self, carries: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
         """Forward carries and their cotangents behind one barrier.
 
-        A loop of one step is inlined by compilers, which would then take what it recomputes from the forward pass.
+        A loop of one step is inlined by compilers, which would then take what it recomputes from the forward pass, or
+        recompute it long before its cotangents are there. What its chunk has kept of it goes through the barrier, too.
         Weights and sums of their gradients stay out: a barrier materialises what it covers.
         """
         shapes = {(aval.shape, aval.dtype) for aval in map(jax.typeof, map(at_once, carries))}
