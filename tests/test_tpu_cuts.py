@@ -1,5 +1,6 @@
 """Slices that a TPU's compiler copies from the device's memory when they are needed."""
 
+import dataclasses
 from collections.abc import Mapping
 
 import jax
@@ -67,6 +68,46 @@ def test_other_slices_are_made_where_they_stand(graph: Graph, rounded: frozenset
     order, cuts = put_off(graph, rounded)
     assert order.index("slice") == 1
     assert not cuts
+
+
+def test_a_slice_right_before_its_reader_is_fetched_too() -> None:
+    graph = kernels(1e-3)
+    made, cut, barrier, *others, last, end = graph.ops
+    graph = dataclasses.replace(graph, ops=(made, dataclasses.replace(barrier, inputs=()), *others, cut, last, end))
+    order, cuts = put_off(graph)
+    assert cuts == {WHOLE: order.index("slice")}
+
+
+def beside(shared: int, reads: int, sizes: tuple[int, ...] = SIZES) -> Graph:
+    """What is cut is made by elementwise work that reads `shared`, as does what the second kernel is then, which reads
+    `reads`, too."""
+    graph = kernels(1e-3)
+    made, *others = graph.ops
+    made = dataclasses.replace(made, inputs=(shared,), kind=Kind.ELEMENTWISE)
+    other = Op((shared, reads), (len(sizes),), kind=Kind.ELEMENTWISE, seconds=1e-6)
+    return dataclasses.replace(
+        graph,
+        sizes=(*sizes, sizes[WHOLE], 4 * MIB, MIB),
+        ops=(made, other, *others),
+        inputs=(GIVEN, len(sizes) + 1, len(sizes) + 2),
+    )
+
+
+ANOTHER, SMALL_ONE = len(SIZES) + 1, len(SIZES) + 2
+
+
+@pytest.mark.parametrize(
+    ("graph", "is_put_off"),
+    [
+        (beside(GIVEN, ANOTHER), False),  # two results of one kernel
+        (beside(GIVEN, WHOLE), True),  # the other needs this one
+        (beside(SMALL_ONE, ANOTHER), True),  # what they share is read again and again for one result
+        (kernels(1e-3), True),
+    ],
+)
+def test_results_of_a_kernel_with_several_stay(graph: Graph, is_put_off: bool) -> None:
+    _, cuts = put_off(graph)
+    assert (WHOLE in cuts) == is_put_off
 
 
 def test_what_a_slice_is_fetched_from_waits_in_the_devices_memory() -> None:
