@@ -6,6 +6,7 @@ import loop_models as models
 import optax
 import pytest
 from jax.extend.core import Var
+from jax.extend.core import primitives as P
 from test_loops_values import RATES, all_residuals, as_jaxpr, captured
 
 from remat_opt.loops.choice import Chunks, LoopChoice
@@ -46,7 +47,7 @@ def readers_of_single_slices(jaxpr, length=0):
     slices = set()
     for equation in jaxpr.eqns:
         reads = slices & {atom for atom in equation.invars if isinstance(atom, Var)}
-        is_slice = equation.params.get("name") == "dynamic_index_in_dim" and equation.invars[0].aval.shape[0] == 1
+        is_slice = equation.primitive is P.squeeze_p and equation.invars[0].aval.shape[0] == 1
         if is_slice or (reads and equation.primitive.name == "layout_constraint"):
             slices |= set(equation.outvars)
         elif reads and length == 1:

@@ -387,6 +387,8 @@ class ReverseLoop:
 
 
 def _slice(stack: Any, index: jax.Array) -> Any:
+    if stack.shape[0] == 1:  # nothing to choose from: the same bytes, to compilers and to our model of them
+        return lax.squeeze(stack, (0,))
     return lax.dynamic_index_in_dim(stack, index, 0, keepdims=False)
 
 
