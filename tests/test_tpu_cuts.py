@@ -78,22 +78,21 @@ def test_a_slice_right_before_its_reader_is_fetched_too() -> None:
     assert cuts == {WHOLE: order.index("slice")}
 
 
-def beside(shared: int, reads: int, sizes: tuple[int, ...] = SIZES) -> Graph:
-    """What is cut is made by elementwise work that reads `shared`, as does what the second kernel is then, which reads
-    `reads`, too."""
+ANOTHER, SMALL_ONE = len(SIZES) + 1, len(SIZES) + 2  # arguments more
+
+
+def beside(shared: int, reads: int) -> Graph:
+    """What is cut is made by elementwise work on `shared`; so is what a second kernel makes, of `reads`, too."""
     graph = kernels(1e-3)
     made, *others = graph.ops
     made = dataclasses.replace(made, inputs=(shared,), kind=Kind.ELEMENTWISE)
-    other = Op((shared, reads), (len(sizes),), kind=Kind.ELEMENTWISE, seconds=1e-6)
+    other = Op((shared, reads), (len(SIZES),), kind=Kind.ELEMENTWISE, seconds=1e-6)
     return dataclasses.replace(
         graph,
-        sizes=(*sizes, sizes[WHOLE], 4 * MIB, MIB),
+        sizes=(*SIZES, SIZES[WHOLE], 4 * MIB, MIB),
         ops=(made, other, *others),
-        inputs=(GIVEN, len(sizes) + 1, len(sizes) + 2),
+        inputs=(GIVEN, ANOTHER, SMALL_ONE),
     )
-
-
-ANOTHER, SMALL_ONE = len(SIZES) + 1, len(SIZES) + 2
 
 
 @pytest.mark.parametrize(
@@ -102,7 +101,6 @@ ANOTHER, SMALL_ONE = len(SIZES) + 1, len(SIZES) + 2
         (beside(GIVEN, ANOTHER), False),  # two results of one kernel
         (beside(GIVEN, WHOLE), True),  # the other needs this one
         (beside(SMALL_ONE, ANOTHER), True),  # what they share is read again and again for one result
-        (kernels(1e-3), True),
     ],
 )
 def test_results_of_a_kernel_with_several_stay(graph: Graph, is_put_off: bool) -> None:

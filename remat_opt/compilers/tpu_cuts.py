@@ -59,7 +59,7 @@ def _of_several(graph: Graph) -> Set[int]:
         by_size = collections.defaultdict(list)
         for user in graph.users[value]:
             op = graph.ops[user]
-            if op.kind is Kind.ELEMENTWISE and op.name != P.slice_p.name and len(op.outputs) == 1:
+            if op.kind is Kind.ELEMENTWISE and len(op.outputs) == 1:
                 by_size[graph.sizes[op.outputs[0]]].append(user)
         families += [users for made, users in by_size.items() if 0 < made <= size and len(users) > 1]
     candidates = {user for users in families for user in users}
