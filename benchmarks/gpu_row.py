@@ -60,17 +60,17 @@ def plan_file(folder: Path, row: Row, variant: str) -> Path:
     return folder / f"{row.key}_{variant}.json".replace(" ", "_").replace("@", "_at_")
 
 
-def _lowered(row: Row, variant: str, plans: Path | None) -> tuple[TrainingExample, Any]:
+def _lowered(row: Row, variant: str, plans: Path | None) -> tuple[TrainingExample, Any, Plan | None]:
     if not is_planned(variant) or plans is None:
         written = write(row, variant, attached_target().name, {}, verify=False)
-        return written.example, written.step.lower(*written.example.abstract_args)
+        return written.example, written.step.lower(*written.example.abstract_args), written.plan
     example = example_of(row)
     plan = Plan.load(plan_file(plans, row, variant))
     step = remat_opt.optimize(example.train_step, plan=plan, donate_argnums=example.donate_argnums)
-    return example, step.lower(*example.abstract_args)
+    return example, step.lower(*example.abstract_args), plan
 
 
-def _compile(example: TrainingExample, lowered: Any) -> Ready:
+def _compile(example: TrainingExample, lowered: Any, plan: Plan | None) -> Ready:
     started = time.perf_counter()
     compiled = lowered.compile()
     figures = read_figures(compiled, target=attached_target(), compile_seconds=time.perf_counter() - started)
@@ -81,8 +81,21 @@ def _compile(example: TrainingExample, lowered: Any) -> Ready:
             "temp_bytes": figures.temp_bytes,
             "physical_peak_bytes": figures.physical_peak_bytes,
             "compile_seconds": round(figures.compile_seconds, 2),
+            **({} if plan is None else _promised(plan)),
         },
     )
+
+
+def _promised(plan: Plan) -> dict[str, Any]:
+    """What a plan says of the step's temporary memory: our model, and the compiler that checked it."""
+    measured = plan.measured
+    return {
+        "predicted_peak_bytes": plan.predicted.peak_bytes,
+        "predicted_plain_peak_bytes": plan.predicted.plain_peak_bytes,
+        "checked_temp_bytes": measured and measured.temp_bytes,
+        "checked_by": measured and f"{measured.target}, {'attached' if measured.autotuned else 'absent'}",
+        "extra_flops": round(plan.predicted.extra_flops / plan.predicted.flops, 5),
+    }
 
 
 def _allocated(ready: Ready, steps: int = 2) -> tuple[int | None, list[float]]:
@@ -128,7 +141,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
     plans = Path(request.plans)
     if request.batch is not None:
         row, plans = dataclasses.replace(row, batch=request.batch), None
-    ready, failed = _compile_all(row, request.variants, plans)
+    ready, failed = compile_all(row, request.variants, plans)
     results: dict[str, dict[str, Any]] = {}
     # The allocator's peak never falls, so the smallest comes first.
     for variant in sorted(ready, key=lambda name: ready[name].figures["physical_peak_bytes"]):
@@ -148,7 +161,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
             yield {"variant": variant, "result": {**results[variant], "step_seconds": spread, **about}}
 
 
-def _compile_all(row: Row, variants: Sequence[str], plans: Path | None) -> tuple[dict[str, Ready], dict[str, str]]:
+def compile_all(row: Row, variants: Sequence[str], plans: Path | None) -> tuple[dict[str, Ready], dict[str, str]]:
     """The variants that compile, and what is said of those that do not."""
     ready, failed = {}, {}
     with ThreadPoolExecutor(COMPILING_AT_ONCE) as pool:

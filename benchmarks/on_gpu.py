@@ -1,12 +1,15 @@
 """Steps that really run, on the GPU that is attached: their time, what the allocator holds, the largest batch.
 
     python -m benchmarks.on_gpu plan --table feng_huang --rows resnet50    # anywhere: plans by the absent compiler
+    python -m benchmarks.on_gpu plan --target attached --rows resnet50     # or on the GPU, checked by its own compiler
     python -m benchmarks.on_gpu run --table feng_huang --rows resnet50     # on the GPU, with those plans
     python -m benchmarks.on_gpu batch --rows resnet50 --batches plain=280,320 nn.remat=800,900 ours=1600,1800
 
-Planning needs no GPU, so it is apart: what a GPU is lent for is spent on it. Plans are for the JAX that made them. Each
-network runs in a process of its own, in which all its variants take turns. `batch` tries numbers of examples in a part
-of the GPU's memory, each in a process of its own, several at once. Results are kept in `benchmarks/results/`.
+Planning needs no GPU, so it is apart: what a GPU is lent for is spent on it. Plans are for the JAX that made them.
+Beside the GPU each network is planned in a process of its own, all at once, and what another variant takes is that
+compiler's word. Each network runs in a process of its own, in which all its variants take turns. `batch` tries numbers
+of examples in a part of the GPU's memory, each in a process of its own, several at once. Results are kept in
+`benchmarks/results/`.
 """
 
 from __future__ import annotations
@@ -16,42 +19,42 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu_row import Request, plan_file
+from benchmarks.gpu_row import Request, compile_all, plan_file
 from benchmarks.pages import page
 from benchmarks.results_file import RESULTS, Results, file_of, load, save
+from benchmarks.row import said_of
 from benchmarks.tables import TABLES, Row, is_planned
+from remat_opt.targets import attached_target
 
 ROOT = Path(__file__).resolve().parent.parent
 FILE = RESULTS / "on_gpu.json"
 BATCHES = RESULTS / "on_gpu_batches.json"
+Found = tuple[str, Row]
+"""A row, and the table that it is in."""
 VARIANTS = ("plain", "nn.remat", "dots_saveable", "ours", "ours@nn.remat", "ours@dots_saveable")
 
 
-def plan(table: str, rows: Sequence[Row], variants: Sequence[str], target: str, folder: Path) -> None:
+def plan(rows: Sequence[Found], options: argparse.Namespace) -> None:
     """Plan each of our variants in a process of its own, with the budgets of the kept table for the target."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for row in rows:
-        for variant in filter(is_planned, variants):
-            file = plan_file(folder, row, variant)
-            if not file.exists():
-                command = [
-                    sys.executable,
-                    "-m",
-                    "benchmarks.on_gpu",
-                    "plan-one",
-                    "--table",
-                    table,
-                    "--rows",
-                    row.network,
-                ]
-                options = ["--variants", variant, "--target", target, "--plans", str(folder)]
-                done = subprocess.run([*command, *options], cwd=ROOT, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    options.plans.mkdir(parents=True, exist_ok=True)
+    for table, row in rows:
+        for variant in filter(is_planned, options.variants.split(",")):
+            if not plan_file(options.plans, row, variant).exists():
+                command = _again("plan-one", table, row, variant, options.plans)
+                environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+                done = subprocess.run([*command, "--target", options.target], cwd=ROOT, env=environment)
                 print(row.key, variant, "planned" if done.returncode == 0 else "failed", flush=True)
+
+
+def _again(what: str, table: str, row: Row, variants: str, plans: Path) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.on_gpu", what, "--table", table, "--rows", row.network]
+    return [*command, "--variants", variants, "--plans", str(plans)]
 
 
 def plan_one(table: str, row: Row, variant: str, target: str, folder: Path) -> None:
@@ -62,6 +65,43 @@ def plan_one(table: str, row: Row, variant: str, target: str, folder: Path) -> N
     written = write(row, variant, target, known)
     assert written.plan is not None
     written.plan.save(plan_file(folder, row, variant))
+
+
+def plan_beside(rows: Sequence[Found], options: argparse.Namespace) -> None:
+    """Plan on the GPU that is attached, all networks at once, each in a process of its own."""
+    options.plans.mkdir(parents=True, exist_ok=True)
+    # Several processes share the GPU, which tries kernels for each; what it found is kept for `run`.
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+
+    def one(found: Found) -> None:
+        table, row = found
+        command = _again("plan-row", table, row, options.variants, options.plans)
+        try:
+            subprocess.run(command, cwd=ROOT, env=environment, timeout=options.time_limit)
+        except subprocess.TimeoutExpired:
+            print(row.key, f"took more than {options.time_limit:.0f} s", flush=True)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        list(pool.map(one, rows))
+
+
+def plan_row(row: Row, variants: Sequence[str], folder: Path) -> None:
+    """Plan a network's variants in this process, one after the other, by the compiler of the attached device."""
+    from benchmarks.variants import write
+
+    ready, failed = compile_all(row, [variant for variant in variants if not is_planned(variant)], None)
+    known = {variant: each.figures for variant, each in ready.items()}
+    print(row.key, json.dumps({**known, **failed}), flush=True)
+    for variant in filter(is_planned, variants):
+        started = time.perf_counter()
+        try:
+            written = write(row, variant, attached_target().name, known)
+        except Exception as error:  # one variant's failure is told, and the others are planned
+            print(row.key, variant, said_of(error), flush=True)
+            continue
+        assert written.plan is not None
+        written.plan.save(plan_file(folder, row, variant))
+        print(row.key, variant, f"planned in {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def ask(request: Request, memory_fraction: float | None = None, time_limit: float = 600.0) -> Iterator[dict[str, Any]]:
@@ -88,14 +128,14 @@ def ask(request: Request, memory_fraction: float | None = None, time_limit: floa
         yield {"variant": variant, "result": {"error": f"its process died: {said[0][:200] if said else ''}"}}
 
 
-def run(table: str, rows: Sequence[Row], variants: Sequence[str], options: argparse.Namespace) -> None:
+def run(rows: Sequence[Found], options: argparse.Namespace) -> None:
     """Run what has no result yet."""
-    file = options.results / FILE.name
-    for row in rows:
+    file, variants = options.results / FILE.name, options.variants.split(",")
+    for table, row in rows:
         found = load(file).get(row.key, {})
         if not options.again and all("step_seconds" in found.get(variant, {}) for variant in variants):
             continue
-        request = Request(table, row.key, list(variants), str(options.plans), options.turns)
+        request = Request(table, row.key, variants, str(options.plans), options.turns)
         answers = {answer["variant"]: answer["result"] for answer in ask(request, time_limit=options.time_limit)}
         save(file, {**load(file), row.key: {**found, **answers}}, to_markdown=to_markdown)
         for variant, result in answers.items():
@@ -103,7 +143,17 @@ def run(table: str, rows: Sequence[Row], variants: Sequence[str], options: argpa
 
 
 Result = dict[str, Any]
-COLUMNS = ["network", "step", "absent compiler, MB", "compiler, MB", "allocator, MB", "of plain", "ms", "times plain"]
+COLUMNS = [
+    "network",
+    "step",
+    "foreseen, MB",
+    "absent compiler, MB",
+    "compiler, MB",
+    "allocator, MB",
+    "of plain",
+    "ms",
+    "times plain",
+]
 
 
 def to_markdown(results: Results) -> str:
@@ -118,7 +168,8 @@ def to_markdown(results: Results) -> str:
     about = (
         f"Written by `python -m benchmarks.on_gpu run` on: {'; '.join(sorted(devices))}. Steps are float32, SGD with "
         "momentum, state donated, at the batches of the tables. Memory is the physical peak: temporary memory, "
-        "arguments and outputs, what is aliased once; by the compiler for an absent H200 (as in the tables), by the "
+        "arguments and outputs, what is aliased once; as our model foresees it, by the compiler for an absent H200 (as "
+        "in the tables), by the "
         "compiler beside the GPU, which tries kernels, and by the allocator while two steps ran alone (–: choosing "
         "kernels took more before). Time is the median of turns, all variants taking turns in one process."
     )
@@ -129,7 +180,9 @@ def _cells(key: str, name: str, result: Result, plain: Result, absent: Result) -
     if "error" in result:
         return [key, name, *("–" for _ in COLUMNS[2:-1]), result["error"][:80]]
     peak, seconds = result["physical_peak_bytes"], result["step_seconds"][1]
-    sizes = (absent.get("physical_peak_bytes"), peak, result["allocated_bytes"])
+    predicted = result.get("predicted_peak_bytes")
+    foreseen = None if predicted is None else predicted + peak - result["temp_bytes"]
+    sizes = (foreseen, absent.get("physical_peak_bytes"), peak, result["allocated_bytes"])
     return [
         *(key, name, *("–" if size is None else f"{size / 1e6:.0f}" for size in sizes)),
         f"{peak / plain['physical_peak_bytes']:.0%}" if "step_seconds" in plain else "–",
@@ -156,11 +209,13 @@ def run_batches(
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("plan", "plan-one", "run", "batch"))
-    parser.add_argument("--table", choices=sorted(TABLES), default="feng_huang")
+    parser.add_argument("what", choices=("plan", "plan-one", "plan-row", "run", "batch"))
+    parser.add_argument(
+        "--table", default="feng_huang", help=f"with commas, of {', '.join(TABLES)}; default: %(default)s"
+    )
     parser.add_argument("--rows", help="networks, with commas between them; default: all")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="with commas; default: %(default)s")
-    parser.add_argument("--target", default="h200", help="to plan for; default: %(default)s")
+    parser.add_argument("--target", default="h200", help="to plan for, or `attached`; default: %(default)s")
     parser.add_argument("--plans", type=Path, default=ROOT / ".plans", help="folder of the plans")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
     parser.add_argument("--turns", type=int, default=8, help="turns of each variant; default: %(default)s")
@@ -169,26 +224,34 @@ def main() -> None:
     parser.add_argument(
         "--memory-fraction", type=float, default=0.16, help="of the GPU's memory, for one try of `batch`"
     )
-    parser.add_argument("--at-once", type=int, default=5, help="tries of `batch`; default: %(default)s")
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=5,
+        help="tries of `batch`, networks planned on the GPU",
+    )
     parser.add_argument("--again", action="store_true", help="also what has a result")
     options = parser.parse_args()
-    wanted = options.rows.split(",") if options.rows else [row.network for row in TABLES[options.table]]
-    rows = [row for row in TABLES[options.table] if row.network in wanted]
-    variants = options.variants.split(",")
+    tables = options.table.split(",")
+    wanted = options.rows and options.rows.split(",")
+    rows = [(table, row) for table in tables for row in TABLES[table] if not wanted or row.network in wanted]
     if options.what == "plan":
-        plan(options.table, rows, variants, options.target, options.plans)
+        (plan_beside if options.target == "attached" else plan)(rows, options)
     elif options.what == "plan-one":
-        plan_one(options.table, rows[0], variants[0], options.target, options.plans)
+        plan_one(*rows[0], options.variants, options.target, options.plans)
+    elif options.what == "plan-row":
+        plan_row(rows[0][1], options.variants.split(","), options.plans)
     elif options.what == "run":
-        run(options.table, rows, variants, options)
+        run(rows, options)
     else:
         file = options.results / BATCHES.name
         for tried in options.batches:
             variant, _, batches = tried.partition("=")
-            found = run_batches(options.table, rows[0], variant, list(map(int, batches.split(","))), options)
-            known = load(file).get(rows[0].key, {})
+            table, row = rows[0]
+            found = run_batches(table, row, variant, list(map(int, batches.split(","))), options)
+            known = load(file).get(row.key, {})
             results = {**known, variant: {**known.get(variant, {}), **found}}
-            save(file, {**load(file), rows[0].key: results})
+            save(file, {**load(file), row.key: results})
 
 
 if __name__ == "__main__":
