@@ -5,8 +5,11 @@ Started by `benchmarks.on_gpu`; reads a request as JSON from standard input and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import statistics
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +27,7 @@ from remat_opt.plan import Plan
 from remat_opt.targets import attached_target, read_figures
 
 STEPS_IN_A_TURN = 4  # dispatched at once, so that the host's part of a step does not count
-COMPILING_AT_ONCE = 4
+COMPILING_AT_ONCE = 3
 
 
 class Request(NamedTuple):
@@ -141,7 +144,31 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
     plans = Path(request.plans)
     if request.batch is not None:
         row, plans = dataclasses.replace(row, batch=request.batch), None
-    ready, failed = compile_all(row, request.variants, plans)
+    with _turn(fcntl.LOCK_SH):
+        ready, failed = compile_all(row, request.variants, plans)
+    with _turn(fcntl.LOCK_EX):
+        results, seconds = _run(ready, failed, request.turns)
+    for variant in request.variants:
+        if variant in failed:
+            yield {"variant": variant, "result": {"error": failed[variant], **about}}
+        else:
+            found = seconds[variant]
+            spread = [round(each, 6) for each in (min(found), statistics.median(found), max(found))]
+            yield {"variant": variant, "result": {**results[variant], "step_seconds": spread, **about}}
+
+
+@contextlib.contextmanager
+def _turn(kind: int) -> Iterator[None]:
+    """Processes compile side by side, which tries kernels on the GPU; then their steps run, one process at a time."""
+    with open(Path(tempfile.gettempdir()) / "remat_opt_gpu.lock", "w") as lock:
+        fcntl.flock(lock, kind)
+        yield
+
+
+def _run(
+    ready: Mapping[str, Ready], failed: dict[str, str], turns: int
+) -> tuple[dict[str, dict[str, Any]], dict[str, list[float]]]:
+    """What each variant takes, and its seconds; adds to `failed` what the device has no room for."""
     results: dict[str, dict[str, Any]] = {}
     # The allocator's peak never falls, so the smallest comes first.
     for variant in sorted(ready, key=lambda name: ready[name].figures["physical_peak_bytes"]):
@@ -151,14 +178,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
             failed[variant] = said_of(error)
         else:
             results[variant] = {**ready[variant].figures, "allocated_bytes": allocated, "losses": losses}
-    seconds = _seconds({variant: ready[variant] for variant in results}, request.turns)
-    for variant in request.variants:
-        if variant in failed:
-            yield {"variant": variant, "result": {"error": failed[variant], **about}}
-        else:
-            found = seconds[variant]
-            spread = [round(each, 6) for each in (min(found), statistics.median(found), max(found))]
-            yield {"variant": variant, "result": {**results[variant], "step_seconds": spread, **about}}
+    return results, _seconds({variant: ready[variant] for variant in results}, turns)
 
 
 def compile_all(row: Row, variants: Sequence[str], plans: Path | None) -> tuple[dict[str, Ready], dict[str, str]]:

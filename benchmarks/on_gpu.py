@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,10 @@ def ask(request: Request, memory_fraction: float | None = None, time_limit: floa
     """
     environment = dict(os.environ)
     if memory_fraction is not None:
-        environment["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(memory_fraction)
+        environment |= {
+            "XLA_PYTHON_CLIENT_MEM_FRACTION": str(memory_fraction),
+            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        }
     command, asked = [sys.executable, "-m", "benchmarks.gpu_row"], json.dumps(request._asdict())
     try:
         done = subprocess.run(
@@ -129,17 +132,27 @@ def ask(request: Request, memory_fraction: float | None = None, time_limit: floa
 
 
 def run(rows: Sequence[Found], options: argparse.Namespace) -> None:
-    """Run what has no result yet."""
+    """Run what has no result yet. Several networks compile at once, and run one after the other when all have."""
     file, variants = options.results / FILE.name, options.variants.split(",")
-    for table, row in rows:
-        found = load(file).get(row.key, {})
-        if not options.again and all("step_seconds" in found.get(variant, {}) for variant in variants):
-            continue
-        request = Request(table, row.key, variants, str(options.plans), options.turns)
-        answers = {answer["variant"]: answer["result"] for answer in ask(request, time_limit=options.time_limit)}
-        save(file, {**load(file), row.key: {**found, **answers}}, to_markdown=to_markdown)
-        for variant, result in answers.items():
-            print(row.key, variant, json.dumps(result), flush=True)
+    fraction = None if options.at_once == 1 else options.memory_fraction
+
+    def one(found: Found) -> tuple[Row, dict[str, Any]]:
+        request = Request(found[0], found[1].key, variants, str(options.plans), options.turns)
+        answers = ask(request, memory_fraction=fraction, time_limit=options.time_limit)
+        return found[1], {answer["variant"]: answer["result"] for answer in answers}
+
+    def is_wanted(row: Row) -> bool:
+        known = load(file).get(row.key, {})
+        return options.again or not all("step_seconds" in known.get(variant, {}) for variant in variants)
+
+    with ThreadPoolExecutor(options.at_once) as pool:
+        running = [pool.submit(one, found) for found in rows if is_wanted(found[1])]
+        for done in as_completed(running):
+            row, answers = done.result()
+            results = load(file)
+            save(file, {**results, row.key: {**results.get(row.key, {}), **answers}}, to_markdown=to_markdown)
+            for variant, result in answers.items():
+                print(row.key, variant, json.dumps(result), flush=True)
 
 
 Result = dict[str, Any]
@@ -164,7 +177,12 @@ def to_markdown(results: Results) -> str:
         for key, found in results.items()
         for name, result in found.items()
     ]
-    devices = {f"{each['device']}, jax {each['jax_version']}" for row in results.values() for each in row.values()}
+    devices = {
+        f"{each['device']}, jax {each['jax_version']}"
+        for row in results.values()
+        for each in row.values()
+        if "device" in each
+    }
     about = (
         f"Written by `python -m benchmarks.on_gpu run` on: {'; '.join(sorted(devices))}. Steps are float32, SGD with "
         "momentum, state donated, at the batches of the tables. Memory is the physical peak: temporary memory, "
@@ -222,7 +240,7 @@ def main() -> None:
     parser.add_argument("--time-limit", type=float, default=600.0, help="seconds for a process; default: %(default).0f")
     parser.add_argument("--batches", nargs="+", help="to try, for each variant; one network only")
     parser.add_argument(
-        "--memory-fraction", type=float, default=0.16, help="of the GPU's memory, for one try of `batch`"
+        "--memory-fraction", type=float, default=0.16, help="of the GPU's memory, where several are at once"
     )
     parser.add_argument(
         "--at-once",
