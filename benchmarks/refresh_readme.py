@@ -166,7 +166,8 @@ def gpu_table() -> str:
         "| network, batch | plain | " + " | ".join(shown.values()) + " |",
         "|---|---:|" + "---:|" * len(shown),
     ]
-    for row in (row for table in TABLES.values() for row in table if row.key in results):
+    rows = [row for table in TABLES.values() for row in table if {"plain", *shown} <= results.get(row.key, {}).keys()]
+    for row in rows:
         found = results[row.key]
         plain = found["plain"]["step_seconds"][1]
         cells = [
@@ -182,14 +183,37 @@ def gpu_table() -> str:
     lines += [
         "",
         f"Physical peak and time of a step on an {', '.join(sorted(devices))}; "
-        "times are those of the plain step. *As much* has what `nn.remat` takes by the absent compiler for its budget: "
-        "the plans were made without the GPU. Where its allocator's peak could be read, it is what its compiler said. "
+        f"times are those of the plain step. *As much* has what `nn.remat` takes for its budget, {_by_whom(rows)}. "
+        f"{_not_the_same_twice(rows)}Where JAX takes the GPU's memory at the start, as it does by default, its "
+        "allocator's peak is what its compiler said. "
         f"In 24 GB of it a ResNet-50 trained with {trained['plain']} images as it is (XLA itself computes again what "
         f"does not fit), with {trained['nn.remat']} by hand and with {trained['ours']} by remat_opt; more were not "
         "tried. `python -m benchmarks.on_gpu` makes these again where a GPU is; all of it is in "
         "[benchmarks/results/on_gpu.md](benchmarks/results/on_gpu.md).",
     ]
     return "\n".join(lines)
+
+
+def _by_whom(rows: Sequence[Row]) -> str:
+    """Which compiler's word the budgets are."""
+    results = load(on_gpu.FILE)
+    beside = [row.network for row in rows if "attached" in (results[row.key]["ours@nn.remat"].get("checked_by") or "")]
+    return f"by the compiler beside the GPU ({', '.join(beside)}) or by that for an absent one (the others)"
+
+
+def _not_the_same_twice(rows: Sequence[Row]) -> str:
+    """Where a plan's step took more when it was compiled again."""
+    said = ""
+    for row in rows:
+        found = load(on_gpu.FILE)[row.key]["ours@nn.remat"]
+        checked = found.get("checked_temp_bytes")
+        if checked is not None and found["temp_bytes"] > 1.01 * checked:
+            peak = (found["physical_peak_bytes"] - found["temp_bytes"] + checked) / 1e6
+            said += (
+                f"{row.network} took {peak:.0f} MB of that when it was planned, and more when another process compiled "
+                "it: XLA tries kernels, and does not always choose the same ones. "
+            )
+    return said
 
 
 def fenced(text: str) -> str:
