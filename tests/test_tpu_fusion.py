@@ -2,7 +2,7 @@
 
 import pytest
 
-from remat_opt.compilers.tpu_fusion import with_results_computed
+from remat_opt.compilers.tpu_fusion import with_pieces_beside, with_results_computed
 from remat_opt.graph.graph import Graph, Kind, Op
 
 GIVEN, WEIGHT, GRADIENT, OTHER, BEHIND, UPDATED, READ = range(7)
@@ -54,3 +54,48 @@ def test_a_product_goes_on_behind_a_result_of_the_step_that_a_barrier_holds(
     graph = Graph((8,) * 5, ops, (GIVEN,), (momentum, weight, held))
     kernel = with_results_computed(graph, [8] * 5).ops[0]
     assert kernel.outputs == (momentum, weight)[:stored_by_the_product]
+
+
+def advance(
+    *, is_read_again: bool = True, with_later: bool = False, reader: Kind = Kind.PRODUCT
+) -> list[tuple[int, ...]]:
+    """The results of each kernel with several, of a step of an equation's solution: a slope, what is advanced by it,
+    joined with the time for the next slope, and the sum of all slopes."""
+    given, time, slope, later, advanced, joined, following, summed = range(8)
+    ops = (
+        Op((given,), (slope,), kind=Kind.PRODUCT, name="slope"),
+        Op((slope if is_read_again else given,), (later,), name="later"),
+        Op((slope, later if with_later else given), (advanced,), kind=Kind.ELEMENTWISE, name="advanced"),
+        Op((advanced, time), (joined,), kind=Kind.ELEMENTWISE, name="concatenate"),
+        Op((joined,), (following,), kind=reader, name="following"),
+        Op((later, following), (summed,), name="summed"),
+    )
+    graph = Graph((8,) * 8, ops, (given, time), (summed,))
+    return [op.outputs for op in with_pieces_beside(graph, [8] * 8, 16).ops if len(op.outputs) > 1]
+
+
+def test_a_product_makes_a_piece_of_what_the_next_one_reads() -> None:
+    slope, advanced = 2, 4  # in `advance`
+    assert advance() == [(slope, advanced)]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"is_read_again": False}, {"with_later": True}, {"reader": Kind.REDUCTION}],
+    ids=["alone", "later", "no product"],
+)
+def test_a_product_makes_no_piece(changed: dict) -> None:
+    assert advance(**changed) == []
+
+
+def test_a_piece_beside_a_product_is_listed_in_a_table() -> None:
+    ops = (
+        Op((0,), (1,), kind=Kind.PRODUCT),
+        Op((1,), (2,), kind=Kind.ELEMENTWISE),
+        Op((2,), (3,), kind=Kind.ELEMENTWISE, name="concatenate"),
+        Op((3,), (4,), kind=Kind.PRODUCT),
+        Op((1, 4), (5,)),
+    )
+    kernel = with_pieces_beside(Graph((8,) * 6, ops, (0,), (5,)), [8] * 6, 16).ops[0]
+    assert kernel.tables == 16
+    assert kernel.in_tuple

@@ -24,6 +24,7 @@ from remat_opt.compilers.tpu_fusion import (
     widened,
     with_numbers_apart,
     with_pads_in_readers,
+    with_pieces_beside,
     with_results_computed,
     with_widened_beside,
 )
@@ -153,6 +154,7 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
         unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
+        unfused = with_pieces_beside(unfused, elements, tpu.PAGE)
         unfused = reader.in_tiles(unfused, narrow=False)
         fused = fuse(unfused, by_kernels=True, cut_from_buffers=True, copied=widened(unfused)).graph
         return reader.in_tiles(with_widened_beside(fused))

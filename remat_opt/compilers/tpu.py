@@ -2,7 +2,8 @@
 
 1. Arrays are stored in tiles (`graph/tiles.py`).
 2. The matrix units multiply bfloat16. A float32 value that only products read is stored as bfloat16
-   (`tpu_precision.py`), and elementwise work on a product's result is done before that is stored (`tpu_fusion.py`).
+   (`tpu_precision.py`), and elementwise work on a product's result is done before that is stored (`tpu_fusion.py`),
+   for a concatenation that the next product reads beside it.
 3. A TensorCore has a vector memory of its own, in which the compiler places whole buffers from one kernel that needs
    them to the next, those first from which kernels gain most (XLA's `memory_space_assignment`: `tpu_chip.py`, by the
    times of `tpu_clock.py`). What is there is no temporary memory of the device. What is not, arguments too, is fetched
@@ -99,7 +100,7 @@ def on_chip(
     for at, op in enumerate(graph.ops):
         inputs = (sent.get(value, value) for value in op.inputs if at not in unread or value not in unread[at])
         # What elementwise work makes beside sums is not stored for others, which compute it again of what it reads.
-        in_tuple = at in reducing and op.kind is Kind.PRODUCT
+        in_tuple = op.in_tuple or (at in reducing and op.kind is Kind.PRODUCT)
         ops.append(dataclasses.replace(op, inputs=tuple(inputs), in_tuple=in_tuple))
         for value in leaving[at]:
             sent[value] = len(sizes)

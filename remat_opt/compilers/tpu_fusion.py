@@ -52,6 +52,66 @@ def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
     return dataclasses.replace(graph, ops=tuple(left[at] for at in behind_operands(left)))
 
 
+def with_pieces_beside(graph: Graph, elements: Sequence[int], table: int) -> Graph:
+    """A graph of ops in which a product whose result is stored makes of it what a concatenation that another product
+    reads takes, too.
+
+    Args:
+        graph: ops in an order in which they can run.
+        elements: of each value their number.
+        table: bytes of the table of addresses of a kernel with several results.
+    """
+    kernels: dict[int, Op] = {}
+    inside = set[int]()
+    for index, op in enumerate(graph.ops):
+        steps = _piece_of(graph, elements, index) if op.kind is Kind.PRODUCT and len(op.outputs) == 1 else []
+        if not steps:
+            continue
+        work = [op, *(graph.ops[step] for step in steps)]
+        made = {value for one in work for value in one.outputs}
+        kernels[index] = dataclasses.replace(
+            op,
+            inputs=tuple(dict.fromkeys(value for one in work for value in one.inputs if value not in made)),
+            outputs=(*op.outputs, *work[-1].outputs),
+            flops=sum(one.flops for one in work),
+            seconds=sum(one.seconds for one in work),
+            tables=table,
+            in_tuple=True,
+        )
+        inside.update(steps)
+    ops = [kernels.get(index, op) for index, op in enumerate(graph.ops) if index not in inside]
+    return dataclasses.replace(graph, ops=tuple(ops)) if kernels else graph
+
+
+def _piece_of(graph: Graph, elements: Sequence[int], product: int) -> list[int]:
+    """The elementwise ops, in their order, from a product's result to a piece of a concatenation, if others read the
+    result, too, and all else that they read is there before the product."""
+    (result,) = graph.ops[product].outputs
+    for step in graph.users[result] if len(graph.users[result]) > 1 else ():
+        steps, made = list[int](), result
+        while graph.ops[step].kind is Kind.ELEMENTWISE and len(graph.ops[step].outputs) == 1:
+            if any(value != made and graph.producer[value] >= product for value in graph.ops[step].inputs):
+                break
+            steps.append(step)
+            made = graph.ops[step].outputs[0]
+            readers = graph.users[made]
+            if elements[made] != elements[result] or not readers:
+                break
+            if all(_joins_for_products(graph, reader) for reader in readers):
+                return steps
+            if len(readers) > 1:
+                break
+            (step,) = readers
+    return []
+
+
+def _joins_for_products(graph: Graph, index: int) -> bool:
+    """Whether an op is a concatenation that products alone read."""
+    op = graph.ops[index]
+    users = [user for value in op.outputs for user in graph.users[value]]
+    return op.name == "concatenate" and bool(users) and all(graph.ops[user].kind is Kind.PRODUCT for user in users)
+
+
 def _steps_after(
     graph: Graph,
     outputs: Container[int],

@@ -48,7 +48,8 @@ class Op:
         of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
         changed_later: its result is changed afterwards where it lies, and so gets a place of its own.
         in_tuple: its readers take its results out of a tuple, and so write over none of them.
-        tables: of a loop, bytes of tables of addresses in its body, which are there for all of the step.
+        tables: bytes of tables of addresses, which are there for all of the step: those in a loop's body, and that of
+            the results of a kernel that is known to have several.
         inside: of a loop, what its workspace is made of: bytes of each buffer, and its first and last moment.
     """
 
