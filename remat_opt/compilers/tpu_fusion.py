@@ -87,22 +87,28 @@ def _piece_of(graph: Graph, elements: Sequence[int], product: int) -> list[int]:
     """The elementwise ops, in their order, from a product's result to a piece of a concatenation, if others read the
     result, too, and all else that they read is there before the product."""
     (result,) = graph.ops[product].outputs
-    for step in graph.users[result] if len(graph.users[result]) > 1 else ():
-        steps, made = list[int](), result
-        while graph.ops[step].kind is Kind.ELEMENTWISE and len(graph.ops[step].outputs) == 1:
-            if any(value != made and graph.producer[value] >= product for value in graph.ops[step].inputs):
-                break
-            steps.append(step)
-            made = graph.ops[step].outputs[0]
-            readers = graph.users[made]
-            if elements[made] != elements[result] or not readers:
-                break
-            if all(_joins_for_products(graph, reader) for reader in readers):
-                return steps
-            if len(readers) > 1:
-                break
-            (step,) = readers
-    return []
+    first = graph.users[result]
+    found = (_piece_from(graph, elements, product, step) for step in first) if len(first) > 1 else ()
+    return next(filter(None, found), [])
+
+
+def _piece_from(graph: Graph, elements: Sequence[int], product: int, step: int) -> list[int]:
+    steps: list[int] = []
+    made = graph.ops[product].outputs[0]
+    while True:
+        op = graph.ops[step]
+        is_there = all(value == made or graph.producer[value] < product for value in op.inputs)
+        is_alike = [elements[value] for value in op.outputs] == [elements[made]]
+        if op.kind is not Kind.ELEMENTWISE or not is_there or not is_alike:
+            return []
+        steps.append(step)
+        made = op.outputs[0]
+        readers = graph.users[made]
+        if readers and all(_joins_for_products(graph, reader) for reader in readers):
+            return steps
+        if len(readers) != 1:
+            return []
+        step = readers[0]
 
 
 def _joins_for_products(graph: Graph, index: int) -> bool:
