@@ -6,9 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import lax
 
 from remat_opt import optimize
-from remat_opt.compilers.model import compiled
+from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
 from remat_opt.program.inline import inline
@@ -25,6 +26,10 @@ def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Graph:
     return compiled(inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False), RATES, platform="cpu")
 
 
+def pooled(x: jax.Array, padding: str) -> jax.Array:
+    return lax.reduce_window(x, 0.0, lax.add, (3, 3), (1, 1), padding)
+
+
 def names(graph: Graph) -> list[str]:
     return [op.name for op in graph.ops]
 
@@ -36,6 +41,8 @@ def names(graph: Graph) -> list[str]:
         (lambda x: jnp.where(x > 0, x, 0.1).sum(1), ["select_n", "reduce_sum"]),  # the library has no choice
         (lambda x: (jnp.exp(x).sum(1), jnp.exp(x[:8])), ["reduce_sum", "exp"]),
         (lambda x: (lambda y: (y.sum(1), y))(jnp.tanh(x)), ["tanh", "reduce_sum"]),  # a kernel has one result
+        (lambda x: 0.25 * pooled(jnp.tanh(x), "VALID"), ["mul"]),  # windows, but none with padding
+        (lambda x: 0.25 * pooled(jnp.tanh(x), "SAME"), ["tanh", "reduce_window_sum", "mul"]),
         (lambda x: (x - x.max(1, keepdims=True)) @ jnp.ones((128, 64)), ["dot_general"]),  # products, too
     ],
 )
@@ -48,6 +55,26 @@ def test_the_library_leaves_small_arrays_to_loops() -> None:
     fun = lambda x: jnp.tanh(x.sum(0))  # noqa: E731
     assert names(graph_of(fun, array(64, 32))) == ["reduce_sum", "tanh"]
     assert names(graph_of(fun, array(2, 4096))) == ["tanh"]
+
+
+@pytest.mark.parametrize(
+    ("advance", "arrays"),
+    [
+        (lambda x, y: (x - x.max(1, keepdims=True)) + y, 2),  # in the place of y, which is read for the same elements
+        (lambda x, y: (x - x.max(1, keepdims=True)) + (y - y.max(1, keepdims=True)), 3),
+    ],
+    ids=["one by elements", "both reduced"],
+)
+def test_a_library_kernel_writes_over_what_it_reads_element_by_element(advance: Callable, arrays: int) -> None:
+    def fun(x: jax.Array, y: jax.Array) -> jax.Array:
+        z = advance(jnp.where(x > 0, x, 0.1), jnp.where(y > 0, y, 0.2))
+        return jnp.sort(z.sum(1)) @ jnp.sort(z, 0)
+
+    avals = array(2048, 512), array(2048, 512)
+    found = allocated_by(graph_of(fun, *avals), "cpu")
+    measured = measure_flat(lambda *arguments: [fun(*arguments)], avals, target="cpu").temp_bytes
+    assert found == pytest.approx(measured, rel=0.02)
+    assert found / (4 * 2048 * 512) == pytest.approx(arrays, abs=0.1)
 
 
 def test_what_is_spread_over_an_array_for_library_and_loop_is_an_array() -> None:

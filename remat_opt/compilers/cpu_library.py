@@ -1,9 +1,12 @@
 """What XLA's CPU compiler leaves to a library: reductions, with the arithmetic around them, each in one kernel.
 
+A reduction of windows is such, too, where nothing is padded.
+
 A kernel begins with a reduction, those nearest to the step's end first, and grows (`library_rewriter.cc`,
 `ynn_matcher.h`): by what makes one of its operands where nobody else reads that, and by what reads its result where
-only that one reads it. It has one result. Loops are fused only afterwards, so that a kernel reads and writes buffers:
-what others read, too, is stored for it, even a vector or a constant that is spread over an array.
+only that one reads it. It has one result, which may take the place of an operand that is read for the same elements
+alone. Loops are fused only afterwards, so that a kernel reads and writes buffers: what others read, too, is stored for
+it, even a vector or a constant that is spread over an array.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ FEWEST_ELEMENTS = 4096  # of a result or an operand: the library does not pay fo
 _FEWEST_FACTORS = 8  # of a product along its longest dimension
 
 _REDUCTIONS = named("reduce_sum reduce_max reduce_min")
+_WINDOWS = named("reduce_window_sum reduce_window_max reduce_window_min")
 _ARITHMETIC = named(
     "abs add add_jaxvals ceil convert_element_type cos div exp expm1 floor integer_pow log log1p logistic max min mul "
     "neg pow round rsqrt sign sin sqrt square sub tanh"
@@ -65,16 +69,18 @@ def by_library(
                     sizes.append(math.prod(aval.shape) * aval.dtype.itemsize)
                     new_ops.append(Op(sources, (made[key],), kind=Kind.ELEMENTWISE, name="broadcast"))
                     new_equations.append(equation)
-            op = _as_one(op, [ops[part] for part in sorted(region.parts)], regions.operands(region, made))
+            parts = [ops[part] for part in sorted(region.parts)]
+            op = _as_one(op, parts, regions.operands(region, made), regions.written_over(region))
         new_ops.append(op)
         new_equations.append(equation)
     return new_ops, new_equations
 
 
-def _as_one(last: Op, parts: Sequence[Op], operands: tuple[int, ...]) -> Op:
+def _as_one(last: Op, parts: Sequence[Op], operands: tuple[int, ...], written_over: tuple[int, ...]) -> Op:
     return dataclasses.replace(
         last,
         inputs=operands,
+        written_over=written_over,
         kind=Kind.REDUCTION,
         flops=sum(part.flops for part in parts),
         seconds=sum(part.seconds for part in parts),
@@ -115,7 +121,7 @@ class _Regions:
                 self.users.setdefault(value, set()).add(-1)
         self.at: dict[int, _Region] = {}
         for index in reversed(range(len(ops))):
-            if index not in self.at and equations[index].primitive in _REDUCTIONS and self.is_for_library(index):
+            if index not in self.at and _reduces(equations[index]) and self.is_for_library(index):
                 self.grow(index)
         self.readers_of_spread: dict[Hashable, set[int]] = {}
         for index in range(len(ops)):
@@ -155,6 +161,19 @@ class _Regions:
                     read += self.buffers_of(x)
         return tuple(value for value in dict.fromkeys(read) if value not in made)
 
+    def written_over(self, region: _Region) -> tuple[int, ...]:
+        """Operands that go into a kernel's result by arithmetic alone, element by element: the result may take their
+        places (`HloInstruction::IsElementwiseOnOperand`)."""
+        (result,) = self.ops[region.last].outputs
+        size = self.program.avals[result].size
+        by_elements: set[int] = set()
+        for part in sorted(region.parts, reverse=True):
+            (made,) = self.ops[part].outputs
+            is_arithmetic = self.equations[part].primitive in _ARITHMETIC and self.program.avals[made].size == size
+            if is_arithmetic and (part == region.last or self.users[made] <= by_elements):
+                by_elements.add(part)
+        return tuple(value for value in self.operands(region) if self.users[value] & region.parts <= by_elements)
+
     def is_for_library(self, index: int) -> bool:
         """Whether the library can do an op, and pays."""
         op, equation = self.ops[index], self.equations[index]
@@ -168,7 +187,7 @@ class _Regions:
         if equation.primitive in _OF_ANY_SIZE:
             return True
         pays = max(aval.size for aval in avals) >= FEWEST_ELEMENTS
-        return pays and equation.primitive in _ARITHMETIC | _REDUCTIONS
+        return pays and (equation.primitive in _ARITHMETIC or _reduces(equation))
 
     def avals_of(self, values: Iterable[int | Constant]) -> list[Any]:
         return [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in values]
@@ -212,6 +231,14 @@ class _Regions:
             return np.asarray(x.value).item() if is_number else None
         maker = self.program.equations[self.constants[x]]
         return self.number(maker.inputs[0]) if maker.primitive in _OF_ANY_SIZE and maker.inputs else None
+
+
+def _reduces(equation: Equation) -> bool:
+    """Whether an equation is a reduction, of an array or of windows of one that is not padded."""
+    if equation.primitive not in _WINDOWS:
+        return equation.primitive in _REDUCTIONS
+    dilations = (*equation.params["base_dilation"], *equation.params["window_dilation"])
+    return all(size == 1 for size in dilations) and all(sum(padding) == 0 for padding in equation.params["padding"])
 
 
 def _is_plain_product(equation: Equation, avals: Sequence[Any]) -> bool:

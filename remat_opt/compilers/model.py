@@ -207,11 +207,13 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
     for index, op in enumerate(graph.ops):
         # What is padded is made of something smaller, and read at other places. (A TPU's products pad what they read.)
         is_pad = op.name == P.pad_p.name and platform != "tpu"
-        if op.kind is not Kind.ELEMENTWISE or op.of_views or op.changed_later or is_pad:
+        is_by_elements = (op.kind is Kind.ELEMENTWISE and not op.of_views and not is_pad) or bool(op.written_over)
+        if not is_by_elements or op.changed_later:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
         taken = {*behind, *op.moved_of} if platform == "cpu" else {*behind, *op.rows_of}
-        free = [v for v in op.inputs if last[v] == index and v not in read_only and v not in taken]
+        read = op.written_over or op.inputs
+        free = [v for v in read if last[v] == index and v not in read_only and v not in taken]
         for value in op.outputs:
             fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]
             if fitting and value not in kept:
