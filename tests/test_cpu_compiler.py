@@ -77,6 +77,19 @@ def test_a_library_kernel_writes_over_what_it_reads_element_by_element(advance: 
     assert found / (4 * 2048 * 512) == pytest.approx(arrays, abs=0.1)
 
 
+@pytest.mark.parametrize("mode", ["clip", "fill"])
+def test_loops_do_not_write_over_what_is_gathered(mode: str) -> None:
+    def fun(x: jax.Array, y: jax.Array, at: jax.Array) -> jax.Array:
+        one, other = x.at[at].get(mode=mode), y.at[at].get(mode="clip")
+        found = x.at[at].add(jnp.where(other > 0, other, 0.1))
+        found = found.at[at].add(jnp.where(one > 0, other, 0.2))
+        return found.at[at].add(jnp.where(one > found[0, 0], one, 0.1))
+
+    avals = array(256, 64), array(256, 64), jax.ShapeDtypeStruct((4096,), jnp.int32)
+    measured = measure_flat(lambda *arguments: [fun(*arguments)], avals, target="cpu").temp_bytes
+    assert allocated_by(graph_of(fun, *avals), "cpu") == pytest.approx(measured, rel=0.05)
+
+
 def test_what_is_spread_over_an_array_for_library_and_loop_is_an_array() -> None:
     def shared(x: jax.Array, y: jax.Array, scale: jax.Array) -> tuple[jax.Array, jax.Array]:
         return (x * scale).sum(1), y * scale

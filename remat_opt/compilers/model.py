@@ -198,11 +198,13 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
             returns a kernel does not read from there, but from an instruction that takes a tuple apart; on a GPU so
             does what reads a convolution's result, and on a TPU what reads one of several results (`Op.in_tuple`). The
             CPU's loops write over what they read at the same places alone
-            (`HloDataflowAnalysis::CanShareOperandBufferWithUser`).
+            (`HloDataflowAnalysis::CanShareOperandBufferWithUser`), and not over what is gathered: that has a dimension
+            of one more (`gather_simplifier.cc`), so that they mostly read it as a view.
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
     read_only = kept.union(value for op in graph.ops if op.in_tuple for value in op.outputs)
+    gathered = {value for op in graph.ops if op.name == P.gather_p.name for value in op.outputs}
     found: dict[int, int] = {}
     for index, op in enumerate(graph.ops):
         # What is padded is made of something smaller, and read at other places. (A TPU's products pad what they read.)
@@ -211,7 +213,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         if not is_by_elements or op.changed_later:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
-        taken = {*behind, *op.moved_of} if platform == "cpu" else {*behind, *op.rows_of}
+        not_at_places = {*op.moved_of, *gathered} if platform == "cpu" else op.rows_of
+        taken = {*behind, *not_at_places}
         read = op.written_over or op.inputs
         free = [v for v in read if last[v] == index and v not in read_only and v not in taken]
         for value in op.outputs:
