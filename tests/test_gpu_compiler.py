@@ -91,6 +91,35 @@ def test_what_products_read_in_another_shape_is_computed_again_by_kernels(of_vie
     assert any(1 in op.outputs for op in fused.ops)  # for the product
 
 
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_mask_of_what_all_read_in_another_shape_is_stored(is_view: bool) -> None:
+    """Three kernels read a product anyway, and one would for its mask: but each reads the product anew for that."""
+    product, mask, last = 0, 1, 6
+    ops = (
+        Op((), (product,)),
+        Op((product,), (mask,), kind=Kind.ELEMENTWISE),
+        *(Op((product, mask), (value,), kind=Kind.REDUCTION) for value in range(2, 5)),
+        Op((mask,), (5,), kind=Kind.REDUCTION),
+        Op((mask,), (last,), kind=Kind.REDUCTION),
+    )
+    graph = Graph((128 * MB, 32 * MB, 4, 4, 4, 4, 4), ops, outputs=tuple(range(2, 7)))
+    work = {value: Work(0.0, 1e6, is_view=is_view and value == product) for value in range(last + 1)}
+    fused = fuse_by_cost(graph, work, RATES.bandwidth).graph
+    assert any(mask in op.outputs for op in fused.ops) is is_view
+
+
+@pytest.mark.parametrize(
+    ("subscripts", "is_view"),
+    [("ij,jk->ik", False), ("bij,jk->bik", True), ("bij,bjk->bik", False), ("bhij,bhjk->bhik", True)],
+)
+def test_products_are_matrices_or_batches_of_them_to_the_compiler(subscripts: str, is_view: bool) -> None:
+    operands, _ = subscripts.split("->")
+    avals = [array(*(8 for _ in letters)) for letters in operands.split(",")]
+    program = inline(jax.make_jaxpr(lambda *arrays: jnp.einsum(subscripts, *arrays))(*avals))
+    (product,) = [equation for equation in program.equations if equation.primitive.name == "dot_general"]
+    assert work_of(product, program).is_view is is_view
+
+
 def test_products_that_share_an_operand_are_one() -> None:
     def fun(x, y, w):
         return jnp.sin(x @ w).sum(), jnp.cos(y @ w).sum()

@@ -45,6 +45,8 @@ class Work:
         uses: how often each element of an operand is read, or which part of it; once where nothing is said.
         used: which part of what memory gives is used, where neighbours in the result are none in the operand.
         within: the same where a concatenation makes the value, which transposes nothing by way of a tile of its own.
+        is_view: whether all read the value as an array of another shape: as that of a product's matrix. Of those who
+            read such a buffer in one kernel each reads it anew (`GetCommonUtilization`).
     """
 
     cycles: float
@@ -52,6 +54,7 @@ class Work:
     uses: Mapping[int, float] = dataclasses.field(default_factory=dict)
     used: float = 1.0
     within: float = 1.0
+    is_view: bool = False
 
 
 def fuse_by_cost(graph: Graph, work: Mapping[int, Work], bandwidth: float) -> Fusion:
@@ -95,6 +98,7 @@ class _Kernels:
         self.by_rows = [bool(op.rows_of) for op in graph.ops]  # kernels that reduce rows, too (`gpu_rows.py`)
         self.takes = [op.name == P.gather_p.name for op in graph.ops]  # kernels that take elements from anywhere
         self.users: list[set[int]] = [set(users) for users in graph.users]
+        self.viewed_by_all = {value for value, own in work.items() if own.is_view}
         self.copied: set[int] = set()  # buffers that only products read: kernels compute them again
         self.gains: dict[int, dict[int, float]] = {}  # by op and reader: seconds saved in that reader
         self.total: dict[int, float] = {}
@@ -167,7 +171,8 @@ class _Kernels:
         reads = dict(self.reads[user])
         uses = reads.pop(self.made(op))
         for value, own in self.reads[op].items():
-            reads[value] = max(reads.get(value, 0.0), uses * own)
+            known = reads.get(value, 0.0)
+            reads[value] = known + uses * own if value in self.viewed_by_all else max(known, uses * own)
         return reads
 
     def used_together(self, op: int, user: int) -> float:

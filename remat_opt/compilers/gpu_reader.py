@@ -180,6 +180,8 @@ class GpuReader(ConvolutionReader):
         small = self.behind([given for x in others if (given := self.spread(x, result)) is not None])
         op = self.ops[at]
         self.ops[at] = dataclasses.replace(op, inputs=tuple(dict.fromkeys((*op.inputs, *small))), outputs=(result,))
+        is_view = op.outputs[0] in self.work and self.work[op.outputs[0]].is_view
+        self.work[result] = dataclasses.replace(self.work[result], is_view=is_view)
         return True
 
     def pooled_backwards(self, equation: Equation) -> Sequence[Op]:

@@ -54,6 +54,9 @@ def work_of(equation: Equation, program: Program) -> Work:
         (operand, *_) = operands.values()
         return Work(7.0 * operand.size, _blocks_of_reduction(operand.shape, equation.params.get("axes", ())))
     blocks = result.size / BLOCK
+    if equation.primitive is P.dot_general_p:
+        _, (batch, _) = equation.params["dimension_numbers"]
+        return Work(result.size, blocks, is_view=len(result.shape) != bool(batch) + 2)
     if equation.primitive in WINDOWED:
         window = math.prod(equation.params["window_dimensions"])
         uses = {x: max(1.0, window * result.size / max(aval.size, 1)) for x, aval in operands.items()}
