@@ -169,7 +169,7 @@ def measure_row(row: Row) -> dict[str, Any]:
 
 def foresee_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
     """A row with the predictions of today, and what was compiled, if its plan is the one that was: as many FLOPs to the
-    last digit. Else plan and compile it again."""
+    last digit. What runs as it was given now takes what that takes. Else plan and compile it again."""
     import remat_opt
 
     given, args, kwargs, options = load_step(row)
@@ -178,6 +178,9 @@ def foresee_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
     predicted = plan.predicted
     found = {"plain": predicted.plain_peak_bytes, "optimized": predicted.peak_bytes}
     as_given = kept.get("as_given", kept["extra_flops"] == 0.0)
+    if plan.is_plain and not as_given and row.target != "cpu":  # which has options of ours, the others have none
+        unchanged = {**kept["measured"], "optimized": kept["measured"]["plain"]}
+        kept, as_given = {**kept, "measured": unchanged, "extra_flops": 0.0}, True
     if as_given and not plan.in_our_order:  # nothing was to gain, maybe by the compiler's word
         found["optimized"] = found["plain"]
     elif as_given or kept["extra_flops"] != predicted.extra_flops / predicted.flops:

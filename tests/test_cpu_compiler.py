@@ -77,6 +77,20 @@ def test_a_library_kernel_writes_over_what_it_reads_element_by_element(advance: 
     assert found / (4 * 2048 * 512) == pytest.approx(arrays, abs=0.1)
 
 
+def test_the_library_multiplies_what_is_copied_to_lie_as_it_reads_it() -> None:
+    """Attention of four heads to a key: both operands are transposed first."""
+
+    def fun(queries: jax.Array, keys: jax.Array) -> jax.Array:
+        scores = jnp.einsum("bhdgq,bkhd->bhgqk", queries, keys)
+        return scores - scores.max(-1, keepdims=True)
+
+    avals = array(2, 2, 32, 4, 256), array(2, 256, 2, 32)
+    graph = graph_of(fun, *avals)
+    assert names(graph) == ["copy", "copy", "sub"]
+    measured = measure_flat(lambda *arguments: [fun(*arguments)], avals, target="cpu").temp_bytes
+    assert allocated_by(graph, "cpu") == pytest.approx(measured, rel=0.02)
+
+
 @pytest.mark.parametrize("mode", ["clip", "fill"])
 def test_loops_do_not_write_over_what_is_gathered(mode: str) -> None:
     def fun(x: jax.Array, y: jax.Array, at: jax.Array) -> jax.Array:

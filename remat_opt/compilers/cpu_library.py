@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -21,6 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.equations import product_copies
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import named
@@ -183,7 +185,7 @@ class _Regions:
         if not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals):
             return False
         if equation.primitive is P.dot_general_p:
-            return _is_plain_product(equation, avals)
+            return _is_plain_product(equation, self.program, avals)
         if equation.primitive in _OF_ANY_SIZE:
             return True
         pays = max(aval.size for aval in avals) >= FEWEST_ELEMENTS
@@ -241,17 +243,18 @@ def _reduces(equation: Equation) -> bool:
     return all(size == 1 for size in dilations) and all(sum(padding) == 0 for padding in equation.params["padding"])
 
 
-def _is_plain_product(equation: Equation, avals: Sequence[Any]) -> bool:
-    """Whether rows of the first operand are multiplied by columns of the second one, as both lie."""
+def _is_plain_product(equation: Equation, program: Program, avals: Sequence[Any]) -> bool:
+    """Whether rows of the first operand are multiplied by columns of the second one, as both lie or are copied to."""
     (first, second), (before, also_before) = equation.params["dimension_numbers"]
     left, right, result = avals
     batch = tuple(range(len(before)))
-    if tuple(before) != batch or tuple(also_before) != batch or len(first) != 1:
-        return False
-    if first[0] != len(left.shape) - 1 or second[0] != len(batch):
-        return False
-    rows = math.prod(left.shape[len(batch) : -1])
-    columns = math.prod(right.shape[len(batch) + 1 :])
-    return (
-        min(rows, columns) > 1 and max(rows, columns, left.shape[-1]) >= _FEWEST_FACTORS and result.dtype != jnp.float16
+    lies = (
+        tuple(before) == batch and first == (len(left.shape) - 1,),
+        tuple(also_before) == batch and second == (len(batch),),
     )
+    if len(first) != 1 or not all(map(operator.or_, lies, product_copies(equation, program))):
+        return False
+    examples = math.prod(left.shape[axis] for axis in before)
+    factors = left.shape[first[0]]
+    rows, columns = (aval.size // max(examples * factors, 1) for aval in (left, right))
+    return min(rows, columns) > 1 and max(rows, columns, factors) >= _FEWEST_FACTORS and result.dtype != jnp.float16
