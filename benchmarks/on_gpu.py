@@ -35,67 +35,55 @@ from remat_opt.targets import attached_target
 ROOT = Path(__file__).resolve().parent.parent
 FILE = RESULTS / "on_gpu.json"
 BATCHES = RESULTS / "on_gpu_batches.json"
-Found = tuple[str, Row]
-"""A row, and the table that it is in."""
 VARIANTS = ("plain", "nn.remat", "dots_saveable", "ours", "ours@nn.remat", "ours@dots_saveable")
+ATTACHED = "attached"
+Listed = tuple[str, Row]
+"""A row, behind the name of its table."""
 
 
-def plan(rows: Sequence[Found], options: argparse.Namespace) -> None:
-    """Plan each of our variants in a process of its own, with the budgets of the kept table for the target."""
+def plan(rows: Sequence[Listed], options: argparse.Namespace) -> None:
+    """Plan each network in a process of its own; on an attached GPU, which they share, several at once."""
     options.plans.mkdir(parents=True, exist_ok=True)
-    for table, row in rows:
-        for variant in filter(is_planned, options.variants.split(",")):
-            if not plan_file(options.plans, row, variant).exists():
-                command = _again("plan-one", table, row, variant, options.plans)
-                environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
-                done = subprocess.run([*command, "--target", options.target], cwd=ROOT, env=environment)
-                print(row.key, variant, "planned" if done.returncode == 0 else "failed", flush=True)
+    is_attached = options.target == ATTACHED
+    given = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if is_attached else {"JAX_PLATFORMS": "cpu"}
 
-
-def _again(what: str, table: str, row: Row, variants: str, plans: Path) -> list[str]:
-    command = [sys.executable, "-m", "benchmarks.on_gpu", what, "--table", table, "--rows", row.network]
-    return [*command, "--variants", variants, "--plans", str(plans)]
-
-
-def plan_one(table: str, row: Row, variant: str, target: str, folder: Path) -> None:
-    """Plan one variant in this process."""
-    from benchmarks.variants import write
-
-    known = load(file_of(table, target)).get(row.key, {})
-    written = write(row, variant, target, known)
-    assert written.plan is not None
-    written.plan.save(plan_file(folder, row, variant))
-
-
-def plan_beside(rows: Sequence[Found], options: argparse.Namespace) -> None:
-    """Plan on the GPU that is attached, all networks at once, each in a process of its own."""
-    options.plans.mkdir(parents=True, exist_ok=True)
-    # Several processes share the GPU, which tries kernels for each; what it found is kept for `run`.
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-
-    def one(found: Found) -> None:
-        table, row = found
-        command = _again("plan-row", table, row, options.variants, options.plans)
+    def one(listed: Listed) -> None:
+        table, row = listed
+        command = [sys.executable, "-m", "benchmarks.on_gpu", "plan-row", "--table", table, "--rows", row.network]
+        command += ["--variants", options.variants, "--plans", str(options.plans), "--target", options.target]
         try:
-            subprocess.run(command, cwd=ROOT, env=environment, timeout=options.time_limit)
+            subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, timeout=options.time_limit)
         except subprocess.TimeoutExpired:
             print(row.key, f"took more than {options.time_limit:.0f} s", flush=True)
 
-    with ThreadPoolExecutor(options.at_once) as pool:
+    with ThreadPoolExecutor(options.at_once if is_attached else 1) as pool:
         list(pool.map(one, rows))
 
 
-def plan_row(row: Row, variants: Sequence[str], folder: Path) -> None:
-    """Plan a network's variants in this process, one after the other, by the compiler of the attached device."""
+def plan_row(table: str, row: Row, variants: Sequence[str], target: str, folder: Path) -> None:
+    """Plan what has no plan yet of a network's variants, in this process, one after the other.
+
+    Args:
+        table: one of `TABLES`, whose kept results for the target a budget may speak of.
+        row: of it.
+        variants: see `benchmarks.variants`; on an attached device those that are not planned are compiled first, and
+            budgets speak of these.
+        target: name of the device, or `ATTACHED`.
+        folder: of the plans.
+    """
     from benchmarks.variants import write
 
-    ready, failed = compile_all(row, [variant for variant in variants if not is_planned(variant)], None)
-    known = {variant: each.figures for variant, each in ready.items()}
-    print(row.key, json.dumps({**known, **failed}), flush=True)
-    for variant in filter(is_planned, variants):
+    planned = [variant for variant in filter(is_planned, variants) if not plan_file(folder, row, variant).exists()]
+    known = load(file_of(table, target)).get(row.key, {})
+    if target == ATTACHED:
+        target = attached_target().name
+        ready, failed = compile_all(row, [variant for variant in variants if not is_planned(variant)], None)
+        known = {variant: each.figures for variant, each in ready.items()}
+        print(row.key, json.dumps({**known, **failed}), flush=True)
+    for variant in planned:
         started = time.perf_counter()
         try:
-            written = write(row, variant, attached_target().name, known)
+            written = write(row, variant, target, known)
         except Exception as error:  # one variant's failure is told, and the others are planned
             print(row.key, variant, said_of(error), flush=True)
             continue
@@ -128,22 +116,23 @@ def ask(request: Request, memory_fraction: float | None = None, time_limit: floa
         yield {"variant": variant, "result": {"error": f"its process died: {said[0][:200] if said else ''}"}}
 
 
-def run(rows: Sequence[Found], options: argparse.Namespace) -> None:
+def run(rows: Sequence[Listed], options: argparse.Namespace) -> None:
     """Run what has no result yet. Several networks compile at once, and run one after the other when all have."""
     file, variants = options.results / FILE.name, options.variants.split(",")
     fraction = None if options.at_once == 1 else options.memory_fraction
 
-    def one(found: Found) -> tuple[Row, dict[str, Any]]:
-        request = Request(found[0], found[1].key, variants, str(options.plans), options.turns)
+    def one(listed: Listed) -> tuple[Row, dict[str, Any]]:
+        table, row = listed
+        request = Request(table, row.key, variants, str(options.plans), options.turns)
         answers = ask(request, memory_fraction=fraction, time_limit=options.time_limit)
-        return found[1], {answer["variant"]: answer["result"] for answer in answers}
+        return row, {answer["variant"]: answer["result"] for answer in answers}
 
     def is_wanted(row: Row) -> bool:
         known = load(file).get(row.key, {})
         return options.again or not all("step_seconds" in known.get(variant, {}) for variant in variants)
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        running = [pool.submit(one, found) for found in rows if is_wanted(found[1])]
+        running = [pool.submit(one, (table, row)) for table, row in rows if is_wanted(row)]
         for done in as_completed(running):
             row, answers = done.result()
             results = load(file)
@@ -224,7 +213,7 @@ def run_batches(
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("plan", "plan-one", "plan-row", "run", "batch"))
+    parser.add_argument("what", choices=("plan", "plan-row", "run", "batch"))
     parser.add_argument(
         "--table", default="feng_huang", help=f"with commas, of {', '.join(TABLES)}; default: %(default)s"
     )
@@ -251,11 +240,9 @@ def main() -> None:
     wanted = options.rows and options.rows.split(",")
     rows = [(table, row) for table in tables for row in TABLES[table] if not wanted or row.network in wanted]
     if options.what == "plan":
-        (plan_beside if options.target == "attached" else plan)(rows, options)
-    elif options.what == "plan-one":
-        plan_one(*rows[0], options.variants, options.target, options.plans)
+        plan(rows, options)
     elif options.what == "plan-row":
-        plan_row(rows[0][1], options.variants.split(","), options.plans)
+        plan_row(*rows[0], options.variants.split(","), options.target, options.plans)
     elif options.what == "run":
         run(rows, options)
     else:

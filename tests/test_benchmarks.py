@@ -136,9 +136,10 @@ def test_a_variant_that_fails_is_told_and_the_next_are_measured() -> None:
 
 def test_a_step_runs_with_a_plan_that_was_made_before(tmp_path: Path) -> None:
     row = next(row for row in SMALL if row.network == "gpt_scan")
-    on_gpu.plan_one("small", row, "ours@0.5", "cpu", tmp_path)
+    on_gpu.plan_row("small", row, ["plain", "ours@0.5"], on_gpu.ATTACHED, tmp_path)
     request = gpu_row.Request("small", row.key, ["plain", "ours@0.5", "ours@0.3"], str(tmp_path), 1)
     found = {answer["variant"]: answer["result"] for answer in gpu_row.measure(request)}
+    assert found["ours@0.5"]["temp_bytes"] == found["ours@0.5"]["checked_temp_bytes"]
     assert found["ours@0.5"]["temp_bytes"] < 0.6 * found["plain"]["temp_bytes"]
     assert found["ours@0.5"]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-5)
     assert "ours_at_0.3" in found["ours@0.3"]["error"]  # its plan was not made
