@@ -13,6 +13,8 @@ from remat_opt.targets import Figures
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
 OUT_OF_REACH = 1.5  # times a budget: what is foreseen to need more is not compiled
 ROOM = 0.75  # of a budget: what needs less may leave room for something faster
+SAFER = 1.1  # times what is foreseen after two misses: the last attempt is the least memory, whatever that costs
+LESS = 0.9  # of a budget that was missed: what is found for less may be faster, and fits
 
 
 def keep_budget(decider: Decider) -> Decision:
@@ -73,8 +75,10 @@ class _Promise:
             if self.is_enough(found, figures):
                 break
             self.beside = self.counted(figures) - figures.temp_bytes
+            misses = len(self.measured) - len(self.fitting)
             if not found.prepared.in_our_order:  # where nothing is computed again other buffers are live
                 self.correction = figures.temp_bytes / max(self.decider.foreseen(found), 1)
+                self.correction *= SAFER if misses > 1 else 1
         if fitting := self.fitting:
             return self.decider.decision(*min(fitting, key=lambda one: one[0].extra_seconds))
         raise self.refusal()
@@ -82,7 +86,7 @@ class _Promise:
     def next(self, *, last: bool) -> Found | None:
         """What is to be compiled next; None where nothing new is left."""
         if self.smallest is None and (self.fitting or not last):
-            found = self.decider.search(self.limit, self.size)
+            found = self.fastest()
             if not self.was_measured(found):
                 return found
             if self.fitting:
@@ -90,6 +94,14 @@ class _Promise:
         if self.smallest is None:
             self.smallest = iter(self.that_may_need_least())
         return next(self.smallest, None)
+
+    def fastest(self) -> Found:
+        """What is foreseen to take the least time within the limit."""
+        found = [self.decider.search(self.limit, self.size)]
+        if len(self.measured) > len(self.fitting):  # sizes and peaks, by which is searched, do not rise together
+            found.append(self.decider.search(int(LESS * self.limit), self.size))
+        fitting = [one for one in found if self.size(one) <= self.limit]
+        return min(fitting, key=lambda one: one.extra_seconds) if fitting else found[0]
 
     def is_enough(self, found: Found, figures: Figures) -> bool:
         """Whether a compiled schedule keeps the budget, and uses it."""
