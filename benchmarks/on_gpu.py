@@ -119,7 +119,7 @@ def ask(request: Request, memory_fraction: float | None = None, time_limit: floa
 def run(rows: Sequence[Listed], options: argparse.Namespace) -> None:
     """Run what has no result yet. Several networks compile at once, and run one after the other when all have."""
     file, variants = options.results / FILE.name, options.variants.split(",")
-    fraction = None if options.at_once == 1 else options.memory_fraction
+    fraction = None if min(options.at_once, len(rows)) == 1 else options.memory_fraction
 
     def one(listed: Listed) -> tuple[Row, dict[str, Any]]:
         table, row = listed

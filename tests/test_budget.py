@@ -4,7 +4,7 @@ import math
 import re
 import warnings
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -361,21 +361,15 @@ def test_every_solver_can_be_asked_for_and_computes_the_same(solver: str) -> Non
     assert_close(optimized(PARAMS, X), jax.jit(step)(PARAMS, X))
 
 
-def test_what_the_compiler_says_of_our_order_is_not_expected_of_other_schedules() -> None:
-    """As of VGG-11 on the CPU: 11 % more in our order than foreseen, and what computes 0.4 % again is as foreseen."""
+def schedule(foreseen: int, compiled: int, seconds: float, *, in_our_order: bool = False) -> SimpleNamespace:
+    found = SimpleNamespace(foreseen=foreseen, compiled=compiled, extra_seconds=seconds)
+    found.prepared = SimpleNamespace(in_our_order=in_our_order)
+    found.is_the_same_as = lambda other: other is found
+    return found
 
-    def schedule(foreseen: int, compiled: int, seconds: float, *, in_our_order: bool = False) -> SimpleNamespace:
-        found = SimpleNamespace(foreseen=foreseen, compiled=compiled, extra_seconds=seconds)
-        found.prepared = SimpleNamespace(in_our_order=in_our_order)
-        found.is_the_same_as = lambda other: other is found
-        return found
 
-    every = [schedule(414, 458, 0.0, in_our_order=True), schedule(431, 440, 0.01), schedule(412, 412, 10.0)]
-
-    def search(limit: int | None, size: Any = lambda found: found.foreseen) -> Any:
-        fitting = [found for found in every if limit is not None and size(found) <= limit]
-        return min(fitting, key=lambda found: found.extra_seconds) if fitting else every[-1]
-
+def kept(search: Any) -> SimpleNamespace:
+    """Of schedules that a search finds, the one that keeps a budget of 440 bytes."""
     decider: Any = SimpleNamespace(
         settings=SimpleNamespace(budget=SimpleNamespace(fraction=0.7)),
         plain_figures=None,
@@ -384,4 +378,37 @@ def test_what_the_compiler_says_of_our_order_is_not_expected_of_other_schedules(
         measure=lambda found: SimpleNamespace(temp_bytes=found.compiled),
         decision=lambda found, figures: found,
     )
-    assert _Promise(decider, 440).keep() is every[1]
+    return cast(Any, _Promise(decider, 440).keep())
+
+
+def fastest_of(every: list[SimpleNamespace]) -> Any:
+    def search(limit: int | None, size: Any = lambda found: found.foreseen) -> Any:
+        fitting = [found for found in every if limit is not None and size(found) <= limit]
+        return min(fitting, key=lambda found: found.extra_seconds) if fitting else every[-1]
+
+    return search
+
+
+def test_what_the_compiler_says_of_our_order_is_not_expected_of_other_schedules() -> None:
+    """As of VGG-11 on the CPU: 11 % more in our order than foreseen, and what computes 0.4 % again is as foreseen."""
+    every = [schedule(414, 458, 0.0, in_our_order=True), schedule(431, 440, 0.01), schedule(412, 412, 10.0)]
+    assert kept(fastest_of(every)) is every[1]
+
+
+def test_after_two_misses_the_least_memory_is_not_all_that_is_left() -> None:
+    """As of a Perceiver on an H200: what is foreseen better by the second miss alone misses a third time."""
+    in_order, missed = schedule(400, 500, 0.0, in_our_order=True), schedule(400, 450, 0.01)
+    would_miss = schedule(389, 455, 0.02)
+    fits, least = schedule(350, 400, 0.03), schedule(100, 100, 10.0)
+    assert kept(fastest_of([in_order, missed, would_miss, fits, least])) is fits
+
+
+def test_after_a_miss_what_is_found_for_less_may_be_faster() -> None:
+    missed, slow, fast = schedule(430, 450, 0.1), schedule(400, 410, 0.3), schedule(390, 400, 0.2)
+    asked: list[Any] = []
+
+    def search(limit: int | None, size: Any = None) -> Any:
+        asked.append(limit)
+        return missed if len(asked) == 1 else slow if limit == 440 else fast
+
+    assert kept(search) is fast

@@ -215,7 +215,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
         not_at_places = {*op.moved_of, *gathered} if platform == "cpu" else op.rows_of
         taken = {*behind, *not_at_places}
-        read = op.written_over or op.inputs
+        # By ids of before arguments were copied: what is no operand any more stands for nothing.
+        read = [v for v in op.inputs if v in op.written_over] if op.written_over else op.inputs
         free = [v for v in read if last[v] == index and v not in read_only and v not in taken]
         for value in op.outputs:
             fitting = [operand for operand in free if graph.sizes[operand] == graph.sizes[value]]
