@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import primitives as P
 
@@ -12,7 +14,9 @@ from remat_opt.compilers.equations import is_dear, is_half, product_copies, prod
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.graph.build import bytes_of, cpu_conv_copies
 from remat_opt.graph.graph import Kind, Op
+from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
+from remat_opt.program.masks import is_zero
 from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
 
 # A concatenation of up to eight pieces is fused, but not of pieces of rows that long.
@@ -25,9 +29,37 @@ class CpuReader(Reader):
 
     def finish(self) -> None:
         super().finish()
+        self.share_zeros()
         self.ops, self.equations = by_library(
             self.program, self.ops, self.equations, self.sizes, self.constants, self.behind
         )
+
+    def share_zeros(self) -> None:
+        """Let the zeros that stacks of one shape begin as live from the first loop that has such to the last one: the
+        compiler sees one array of zeros, of which all but the last loop change copies."""
+        loops: dict[tuple, list[int]] = {}
+        for index, equation in enumerate(self.equations):
+            if equation.primitive is P.scan_p:
+                for key in {(aval.shape, aval.dtype): None for aval in self.begun_as_zeros(equation)}:
+                    loops.setdefault(key, []).append(index)
+        first: dict[int, list[Op]] = {}
+        for (shape, dtype), indices in loops.items():
+            if len(indices) > 1:
+                zeros = self.new(math.prod(shape) * dtype.itemsize)
+                first.setdefault(indices[0], []).append(Op((), (zeros,), name="zeros"))
+                for index in indices[:-1]:
+                    self.ops[index] = dataclasses.replace(self.ops[index], inputs=(*self.ops[index].inputs, zeros))
+        for index in sorted(first, reverse=True):
+            self.ops[index:index] = first[index]
+            self.equations[index:index] = [self.equations[index]] * len(first[index])
+
+    def begun_as_zeros(self, equation: Equation) -> list[Any]:
+        """Of a loop the types of its stacks, and of what it carries that begins as zeros."""
+        constants, carries = compat.scan_counts(equation.params)
+        first = equation.inputs[constants : constants + carries]
+        is_known = [isinstance(x, Constant) or x in self.constants for x in first]
+        zeros = [x for x, known in zip(first, is_known, strict=True) if known and is_zero(self.number_in(x))]
+        return [self.program.avals[x] for x in (*equation.outputs[carries:], *(x for x in zeros if isinstance(x, int)))]
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         (op,) = super().ops_of(equation)
@@ -38,7 +70,10 @@ class CpuReader(Reader):
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:
             return self.by_windows(equation, op)
-        return [dataclasses.replace(op, dear=is_dear(equation, self.program), of_buffers=op.kind is Kind.REDUCTION)]
+        if equation.primitive is P.gather_p:  # which loops do as any of their work, once
+            return [dataclasses.replace(op, kind=Kind.ELEMENTWISE, dear=True)]
+        dear = is_dear(equation, self.program, self.producer)
+        return [dataclasses.replace(op, dear=dear, of_buffers=op.kind is Kind.REDUCTION)]
 
     def is_copied_together(self, equation: Equation) -> bool:
         """Whether the CPU's compiler copies a concatenation's pieces by a routine of its own and fuses it with nothing:
@@ -70,6 +105,9 @@ class CpuReader(Reader):
                 self.copies[key] = len(self.sizes)
                 self.sizes.append(self.sizes[operand] * (2 if halved else 1))
                 made, given = (self.copies[key],), self.behind([operand])
+                if is_transposed and not is_conv and not halved and self.is_made_a_matrix(equation, operand):
+                    ops.append(Op(given, (self.new(self.sizes[operand]),), kind=Kind.ELEMENTWISE, name="transpose"))
+                    given = ops[-1].outputs
                 name = VIEW if is_view and not halved else "copy"
                 ops.append(Op(given, made, kind=Kind.ELEMENTWISE, name=name, of_views=not halved))
             buffer = self.buffer(operand)
@@ -90,6 +128,12 @@ class CpuReader(Reader):
         maker = self.producer.get(operand)
         is_loop = maker is not None and maker.primitive in ELEMENTWISE and maker.primitive not in MOVES
         return is_loop and len(self.program.avals[operand].shape) > 2
+
+    def is_made_a_matrix(self, equation: Equation, operand: int) -> bool:
+        """Whether a product's operand has more dimensions than the matrices that are multiplied: it is transposed, and
+        then given another shape, two steps that a loop is counted to have."""
+        _, (before, _) = equation.params["dimension_numbers"]
+        return len(self.program.avals[operand].shape) > len(before) + 2
 
     def by_windows(self, equation: Equation, op: Op) -> Sequence[Op]:
         """A max-pool's backward as the CPU's compiler expands it: arrays of each element's indices, a reduction of

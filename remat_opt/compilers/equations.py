@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,24 +13,45 @@ from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, MOVES, named
 
 _DIVISIONS = named("div rem")
+_OF_KNOWN_INVERSE = named("sqrt rsqrt exp pow")
 SUMS = named("add add_jaxvals")
 CUTTING = named("pad slice dynamic_slice")  # or making longer
 WINDOWED = named("reduce_window reduce_window_max reduce_window_min reduce_window_sum")
 
 
-def is_dear(equation: Equation, program: Program) -> bool:
+def is_dear(equation: Equation, program: Program, producer: Mapping[int, Equation]) -> bool:
     """Whether the CPU's compiler does an elementwise equation in one kernel only: it takes many instructions. So does
-    rounding to bfloat16, with which all arithmetic on such numbers ends, as the CPU computes them in float32."""
+    rounding to bfloat16, with which all arithmetic on such numbers ends, as the CPU computes them in float32.
+
+    Args:
+        equation: of `program`.
+        program: what it is in.
+        producer: for each value the equation that makes it.
+    """
     if not equation.outputs or equation.primitive not in ELEMENTWISE:
         return False
     dtype = program.avals[equation.outputs[0]].dtype
     if equation.primitive in DEAR:
         return True
-    if equation.primitive in _DIVISIONS:
-        if equation.primitive is P.div_p and isinstance(equation.inputs[1], Constant):
-            return False  # it multiplies by the inverse
+    if equation.primitive in _DIVISIONS and not _multiplies_by_inverse(equation, program, producer):
         return not jnp.issubdtype(dtype, jnp.integer)
     return dtype == jnp.bfloat16 and equation.primitive not in MOVES
+
+
+def _multiplies_by_inverse(equation: Equation, program: Program, producer: Mapping[int, Equation]) -> bool:
+    """Whether compilers multiply where an equation divides: by what is spread over its result, which they invert
+    before that, and by roots, powers and exponentials, which they compute as their inverses
+    (`AlgebraicSimplifierVisitor::HandleDivide`)."""
+    if equation.primitive is not P.div_p:
+        return False
+    divisor, (result,) = equation.inputs[1], equation.outputs
+    if isinstance(divisor, Constant) or program.avals[divisor].size < program.avals[result].size:
+        return True
+    maker = producer.get(divisor)
+    if maker is None:
+        return False
+    is_spread = maker.primitive is P.broadcast_in_dim_p and len(maker.inputs) > 0
+    return is_spread or maker.primitive in _OF_KNOWN_INVERSE
 
 
 def multiplies_only(equation: Equation, value: int) -> bool:

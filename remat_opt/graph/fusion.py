@@ -31,7 +31,7 @@ from remat_opt.graph.graph import Graph, Kind, Op
 MOST_SOURCES = 16
 SPREADING = frozenset({"broadcast_in_dim", "iota"})
 OF_PIECES = frozenset({"pad", "concatenate"})
-MOVING = frozenset({"slice", "dynamic_slice", "rev", "transpose", *SPREADING, *OF_PIECES})  # read at other places
+MOVING = frozenset({"slice", "dynamic_slice", "gather", "rev", "transpose", *SPREADING, *OF_PIECES})  # read at other places
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE, Kind.BARRIER)
 
 
