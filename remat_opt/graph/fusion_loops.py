@@ -53,7 +53,7 @@ def fuse_loops(graph: Graph, elements: Sequence[int] | None = None) -> Fusion:
             loops.begin(index)
             continue
         is_stored = any(stored[value] for value in op.outputs)
-        may_be_copied = op.repeatable and not op.dear and is_unary[index]
+        may_be_copied = op.repeatable and not op.dear and is_unary[index] and not op.changed_later
         if is_stored and not may_be_copied:
             loops.begin(index)
             continue
