@@ -22,7 +22,7 @@ from remat_opt.graph.ordering import behind_operands
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.masks import is_zero
-from remat_opt.program.primitives import ELEMENTWISE, MOVES
+from remat_opt.program.primitives import ELEMENTWISE, MOVES, REDUCTION
 
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 
@@ -100,6 +100,15 @@ class GpuReader(ConvolutionReader):
         self.share_zeros()
         self.sort()
         self.fold_transposes()
+
+    def reduced_by_columns(self) -> frozenset[int]:
+        """Results of reductions along others than the last dimension."""
+        reductions = (one for one in self.equations if one.primitive in REDUCTION and isinstance(one.inputs[0], int))
+        return frozenset(
+            one.outputs[0]
+            for one in reductions
+            if len(self.program.avals[one.inputs[0]].shape) - 1 not in one.params.get("axes", ())
+        )
 
     def product(self, equation: Equation) -> Op:
         """A product with its operands as buffers."""

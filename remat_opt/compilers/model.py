@@ -16,7 +16,7 @@ from remat_opt.compilers import tpu
 from remat_opt.compilers.cpu_reader import CpuReader
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
-from remat_opt.compilers.gpu_siblings import join_siblings
+from remat_opt.compilers.gpu_siblings import beside_reductions, join_siblings
 from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_clock import with_seconds
@@ -145,11 +145,10 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
     """A program's kernels, in no order yet."""
     avals = reader.program.avals
     if reader.platform == "cpu":
-        elements = [getattr(aval, "size", 0) for aval in avals]
-        elements += [size // 4 for size in unfused.sizes[len(elements) :]]  # the compiler's own
-        return without_mere_views(fuse_loops(unfused, elements).graph)
+        return without_mere_views(fuse_loops(unfused, _elements_of(reader, unfused)).graph)
     if isinstance(reader, GpuReader):
-        return join_siblings(fuse_by_cost(unfused, reader.work, reader.rates.bandwidth).graph)
+        fused = join_siblings(fuse_by_cost(unfused, reader.work, reader.rates.bandwidth).graph)
+        return beside_reductions(fused, _elements_of(reader, unfused), reader.reduced_by_columns())
     if isinstance(reader, TpuReader):
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
@@ -159,6 +158,12 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         fused = fuse(unfused, by_kernels=True, cut_from_buffers=True, copied=widened(unfused)).graph
         return reader.in_tiles(with_widened_beside(fused))
     return fuse(unfused, by_kernels=True).graph
+
+
+def _elements_of(reader: Reader, graph: Graph) -> list[int]:
+    """How many numbers each value is."""
+    elements = [getattr(aval, "size", 0) for aval in reader.program.avals]
+    return elements + [size // 4 for size in graph.sizes[len(elements) :]]  # the compiler's own
 
 
 def reused_by_results(primitive: Any, params: dict[str, Any], inputs: int) -> tuple[bool, ...]:

@@ -31,7 +31,8 @@ from remat_opt.graph.graph import Graph, Kind, Op
 MOST_SOURCES = 16
 SPREADING = frozenset({"broadcast_in_dim", "iota"})
 OF_PIECES = frozenset({"pad", "concatenate"})
-MOVING = frozenset({"slice", "dynamic_slice", "gather", "rev", "transpose", *SPREADING, *OF_PIECES})  # read at other places
+# Read at other places than they are written.
+MOVING = frozenset({"slice", "dynamic_slice", "gather", "rev", "transpose", *SPREADING, *OF_PIECES})
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE, Kind.BARRIER)
 
 
