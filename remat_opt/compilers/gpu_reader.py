@@ -3,31 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import WINDOWED, draws_by_arithmetic, moves_ones_only
 from remat_opt.compilers.gpu import MOST_FUSED_PARTS, Split, split_of
-from remat_opt.compilers.gpu_convolution_reader import ConvolutionReader
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_rows import Rows
+from remat_opt.compilers.gpu_scatter_reader import ScatterReader
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
-from remat_opt.graph.build import bytes_of, op_of, workspace_of
+from remat_opt.graph.build import bytes_of, op_of
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.ordering import behind_operands
-from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
-from remat_opt.program.masks import is_zero
 from remat_opt.program.primitives import ELEMENTWISE, MOVES, REDUCTION
 
 _TOLERATED = 1024  # bytes by which what a product reads or writes may grow
 
 
-class GpuReader(ConvolutionReader):
+class GpuReader(ScatterReader):
     """Equations as the ops of a GPU's compiler."""
 
     def prepare(self) -> None:
@@ -36,8 +33,6 @@ class GpuReader(ConvolutionReader):
         }
         self.members: dict[int, Op] = {}  # products that become one, by equation
         self.summed: set[int] = set()  # products that no library writes: parts of others, and sums of parts
-        self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
-        self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
         self.orders = Orders(self.program, self.producer, self.readers, self.constants)
         self.rows = Rows(self.orders)
 
@@ -103,12 +98,12 @@ class GpuReader(ConvolutionReader):
 
     def reduced_by_columns(self) -> frozenset[int]:
         """Results of reductions along others than the last dimension."""
-        reductions = (one for one in self.equations if one.primitive in REDUCTION and isinstance(one.inputs[0], int))
-        return frozenset(
-            one.outputs[0]
-            for one in reductions
-            if len(self.program.avals[one.inputs[0]].shape) - 1 not in one.params.get("axes", ())
-        )
+        found = set()
+        for one in (equation for equation in self.equations if equation.primitive in REDUCTION):
+            (reduced,) = (x.aval if isinstance(x, Constant) else self.program.avals[x] for x in one.inputs[:1])
+            if len(reduced.shape) - 1 not in one.params.get("axes", ()):
+                found.add(one.outputs[0])
+        return frozenset(found)
 
     def product(self, equation: Equation) -> Op:
         """A product with its operands as buffers."""
@@ -148,31 +143,6 @@ class GpuReader(ConvolutionReader):
             inputs.append(self.copies[key])
         return pads, dataclasses.replace(op, inputs=tuple(dict.fromkeys(inputs)))
 
-    def into(self, array: int | Constant, op: Op) -> Op:
-        """As of all platforms; into zeros of its own where there are none yet."""
-        (result,) = op.outputs
-        is_constant = isinstance(array, Constant) or array in self.constants
-        if is_constant and is_zero(self.number_in(array)):
-            aval = self.program.avals[result]
-            place, token = self.new(self.sizes[result]), self.new(0)
-            self.changed_zeros.setdefault((aval.shape, aval.dtype), []).append(place)
-            self.same[result] = (place, token)
-            self.changed.add(place)
-            op = dataclasses.replace(op, inputs=(*op.inputs, place), outputs=(token,))
-        else:
-            op = super().into(array, op)
-        if result in self.work:
-            self.work[op.outputs[0]] = self.work[result]
-        return op
-
-    def make_changed_zeros(self) -> None:
-        """Make all zeros of one shape that scatters write into at once: the compiler sees one array of zeros, of which
-        each scatter changes a copy, and copies them as soon as it is there."""
-        for places in self.changed_zeros.values():
-            first = next(at for at, op in enumerate(self.ops) if places[0] in op.inputs)
-            self.ops.insert(first, Op((), tuple(places), name="zeros"))
-            self.equations.insert(first, self.equations[first])
-
     def is_done_by_product(self, equation: Equation) -> bool:
         """Whether work on the result of a product, that nobody else reads, is done where the product writes it."""
         whole = self.whole_operand(equation)
@@ -192,88 +162,6 @@ class GpuReader(ConvolutionReader):
         is_view = op.outputs[0] in self.work and self.work[op.outputs[0]].is_view
         self.work[result] = dataclasses.replace(self.work[result], is_view=is_view)
         return True
-
-    def pooled_backwards(self, equation: Equation) -> Sequence[Op]:
-        """A max-pool's backward as it is expanded: a reduction of each window to its maximum and that one's indices,
-        and a scatter into zeros, or into what the result is added to. Where the windows are padded, so are the
-        operand, for the reduction, and the result."""
-        source, operand = equation.inputs
-        (result,) = equation.outputs
-        op = op_of(self.program, equation, self.rates, self.constants)
-        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
-        if isinstance(source, Constant) or isinstance(operand, Constant) or operand in self.constants:
-            return [op]
-        params, aval, windows = equation.params, self.program.avals[operand], self.program.avals[source]
-        sides = zip(aval.shape, params["padding"], strict=True)
-        elements = math.prod(side + sum(padding) for side, padding in sides)
-        wide = elements * compat.item_bytes(aval.dtype)
-        read = self.buffer(operand)
-        reads = self.behind([operand])
-        ops: list[Op] = []
-        is_padded = elements > aval.size
-        if is_padded:
-            read = self.new(wide)
-            self.work[read] = Work(3.0 * elements, elements / BLOCK)
-            ops.append(Op(reads, (read,), kind=Kind.ELEMENTWISE, name="pad"))
-            reads = (read,)
-        found = self.new(workspace_of(equation, self.program, self.platform))
-        window = math.prod(params["window_dimensions"])
-        uses = {read: max(1.0, window * windows.size / max(elements, 1))}
-        self.work[found] = Work(20.0 * window * windows.size, windows.size / BLOCK, uses)
-        ops.append(Op(reads, (found,), kind=Kind.REDUCTION, name="reduce_window"))
-        scatter = dataclasses.replace(
-            op, inputs=(*self.behind([source][source in self.constants :]), found), outputs=(), workspace=0
-        )
-        if not is_padded and self.is_only_summed(result):
-            self.scatters[result] = scatter
-            return ops
-        key = (aval.shape, aval.dtype)
-        zeros = self.new(wide)
-        if not is_padded:
-            self.zeros.setdefault(key, zeros)
-        ops.append(Op((), (zeros,), kind=Kind.ELEMENTWISE, name="zeros"))
-        token = self.new(0)
-        ops.append(dataclasses.replace(scatter, inputs=(*scatter.inputs, zeros), outputs=(token,)))
-        if is_padded:
-            self.work[result] = Work(0.0, aval.size / BLOCK)
-            ops.append(Op((zeros, token), (result,), kind=Kind.ELEMENTWISE, name="slice"))
-        else:
-            self.same[result] = (zeros, token)
-        return ops
-
-    def share_zeros(self) -> None:
-        """Let the zeros that a max-pool's backward scatters into live from the first rectifier of that shape on.
-
-        Rectifiers of that shape compare with the same zeros; and what one reader needs in memory is in memory for all.
-        """
-        selects = (equation for equation in self.equations if equation.primitive is P.select_n_p)
-        chosen = (one for one in selects if any(is_zero(self.number_in(x)) for x in one.inputs[1:]))
-        selected = {(aval.shape, aval.dtype) for one in chosen for aval in [self.program.avals[one.outputs[0]]]}
-        for index, equation in enumerate(self.equations):
-            if equation.primitive is not P.max_p or not is_zero(equation.inputs[1]):
-                continue
-            aval = self.program.avals[equation.outputs[0]]
-            zeros = self.zeros.get((aval.shape, aval.dtype))
-            op = self.ops[index]
-            if zeros is None or op.outputs != equation.outputs:
-                continue
-            maker = next(at for at, other in enumerate(self.ops) if zeros in other.outputs)
-            if not self.ops[maker].inputs:
-                self.ops[maker] = dataclasses.replace(self.ops[maker], inputs=op.inputs)
-                if (aval.shape, aval.dtype) in selected:
-                    self.copy_zeros(maker, zeros)
-            self.ops[index] = dataclasses.replace(op, inputs=(*op.inputs, zeros))
-
-    def copy_zeros(self, maker: int, zeros: int) -> None:
-        """Give the scatter zeros of its own: a rectifier's gradient is a choice between those and what is scattered."""
-        own = self.new(self.sizes[zeros])
-        for at, op in enumerate(self.ops):
-            if zeros in op.inputs:
-                self.ops[at] = dataclasses.replace(op, inputs=tuple(own if x == zeros else x for x in op.inputs))
-        for value, (buffer, *tokens) in self.same.items():
-            if buffer == zeros:
-                self.same[value] = (own, *tokens)
-        self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
 
     def with_buffers(self, work: Work) -> Work:
         return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
