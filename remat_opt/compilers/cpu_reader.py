@@ -34,6 +34,10 @@ class CpuReader(Reader):
             self.program, self.ops, self.equations, self.sizes, self.constants, self.behind
         )
 
+    def is_scattered_into_sum(self, equation: Equation) -> bool:
+        """Also where an array is changed that is not zeros: it is added first."""
+        return self.is_only_summed(equation.outputs[0])
+
     def share_zeros(self) -> None:
         """Let the zeros that stacks of one shape begin as live from the first loop that has such to the last one: the
         compiler sees one array of zeros, of which all but the last loop change copies."""

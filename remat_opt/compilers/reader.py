@@ -62,6 +62,7 @@ class Reader:
         self.transposed: dict[int, int] = {}  # for a transposed matrix the matrix
         self.changed: set[int] = set()  # buffers that an op changes where they lie
         self.scatters: dict[int, Op] = {}  # what is scattered into a sum, by the scatter's result
+        self.scattered_onto: dict[int, int] = {}  # the array that it was to change, if that is not zeros
 
     def read(self, donated: tuple[bool, ...]) -> Graph:
         program = self.program
@@ -105,6 +106,12 @@ class Reader:
             return ops
         (op,) = ops
         if self.is_scattered_into_sum(equation):
+            array = equation.inputs[0]
+            if isinstance(array, int) and array not in self.constants:
+                self.scattered_onto[equation.outputs[0]] = array
+                (_, *others) = equation.inputs
+                read = dict.fromkeys(x for x in others if isinstance(x, int) and x not in self.constants)
+                op = dataclasses.replace(op, inputs=self.behind(list(read)))
             self.scatters[equation.outputs[0]] = dataclasses.replace(op, outputs=())
             return []
         return [self.into(equation.inputs[0], op)]
@@ -156,6 +163,8 @@ class Reader:
         scatter = self.scatters.pop(scattered)
         others = [x for x in self.variables(equation) if x != scattered]
         (result,) = equation.outputs
+        if scattered in self.scattered_onto:
+            return self.scatter_onto(self.scattered_onto[scattered], scatter, equation, others)
         if not others:
             return [dataclasses.replace(scatter, outputs=(result,))]
         (other,) = others
@@ -164,6 +173,20 @@ class Reader:
             ops.append(dataclasses.replace(self.scatters.pop(other), outputs=(other,)))
         into_it = dataclasses.replace(scatter, inputs=(*scatter.inputs, *self.behind([other])), outputs=(result,))
         return [*ops, self.into(other, into_it)]
+
+    def scatter_onto(self, array: int, scatter: Op, equation: Equation, others: Sequence[int]) -> Sequence[Op]:
+        """A sum with what a scatter makes of an array: that of both arrays, which the scatter changes."""
+        (result,) = equation.outputs
+        total, token = self.new(self.sizes[result]), self.new(0)
+        ops: list[Op] = []
+        for other in others:
+            if other in self.scatters:  # by itself after all
+                both = (*self.scatters[other].inputs, *self.behind([self.scattered_onto.get(other, array)]))
+                ops.append(dataclasses.replace(self.scatters.pop(other), inputs=both, outputs=(other,)))
+        added = Op(self.behind([array, *others]), (total,), kind=Kind.ELEMENTWISE, name=equation.primitive.name)
+        self.same[result] = (total, token)
+        self.changed.add(total)
+        return [*ops, added, dataclasses.replace(scatter, inputs=(*scatter.inputs, total), outputs=(token,))]
 
     def variables(self, equation: Equation) -> list[int]:
         """Operands that are no constants."""
