@@ -14,6 +14,7 @@ from remat_opt.compilers.gpu_orders import Orders
 from remat_opt.compilers.gpu_products import Merged, merged_products
 from remat_opt.compilers.gpu_rows import Rows
 from remat_opt.compilers.gpu_scatter_reader import ScatterReader
+from remat_opt.compilers.gpu_siblings import Reduced
 from remat_opt.compilers.gpu_work import BLOCK, copy_of, work_of
 from remat_opt.graph.build import bytes_of, op_of
 from remat_opt.graph.graph import Kind, Op
@@ -96,14 +97,16 @@ class GpuReader(ScatterReader):
         self.sort()
         self.fold_transposes()
 
-    def reduced_by_columns(self) -> frozenset[int]:
-        """Results of reductions along others than the last dimension."""
-        found = set()
+    def reductions(self) -> dict[int, Reduced]:
+        """By its result what each reduction reduces."""
+        found: dict[int, Reduced] = {}
         for one in (equation for equation in self.equations if equation.primitive in REDUCTION):
-            (reduced,) = (x.aval if isinstance(x, Constant) else self.program.avals[x] for x in one.inputs[:1])
-            if len(reduced.shape) - 1 not in one.params.get("axes", ()):
-                found.add(one.outputs[0])
-        return frozenset(found)
+            operand, axes = one.inputs[0], one.params.get("axes", ())
+            if isinstance(operand, int):
+                buffer, *tokens = self.same.get(operand, (operand,))
+                aval = self.program.avals[operand]
+                found[one.outputs[0]] = Reduced(None if tokens else buffer, aval.size, len(aval.shape) - 1 not in axes)
+        return found
 
     def product(self, equation: Equation) -> Op:
         """A product with its operands as buffers."""

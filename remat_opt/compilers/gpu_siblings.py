@@ -8,17 +8,15 @@ in memory until the later one's operands were there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from remat_opt.graph.dependencies import Dependencies
-from remat_opt.graph.fusion import held_by
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.ordering import behind_operands, post_order
-from remat_opt.program.primitives import named
+from remat_opt.graph.ordering import behind_operands
 
 _NUMBER = 8  # bytes
 _MOST_BY_COLUMNS = 2
-_REDUCTIONS = frozenset(primitive.name for primitive in named("reduce_sum reduce_max reduce_min reduce_prod"))
 
 
 def join_siblings(graph: Graph) -> Graph:
@@ -52,48 +50,68 @@ def join_siblings(graph: Graph) -> Graph:
     return _with_joined(graph, {kernel: whole(kernel) for kernel in joined}) if joined else graph
 
 
-def beside_reductions(graph: Graph, elements: Sequence[int], by_columns: Container[int]) -> Graph:
+class Reduced(NamedTuple):
+    """What is reduced.
+
+    Attributes:
+        operand: the value; None for what is read behind a barrier.
+        elements: of that.
+        by_columns: along others than its last dimension.
+    """
+
+    operand: int | None
+    elements: int
+    by_columns: bool
+
+
+def beside_reductions(graph: Graph, elements: Sequence[int], reduced: Mapping[int, Reduced]) -> Graph:
     """A graph in which loops write over nothing that a reduction reads which is done in their kernel: it reads at other
     places than they write (`buffer_sharing.cc`).
 
-    Such are reductions of what a loop makes, and then those that read what it reads, if neither depends on the other.
-    All of a kernel sum along rows or all along columns; of the latter, for which it needs memory that the GPU has
-    little of, a kernel does two (`FusionFitsInBudget`).
+    Such are reductions of what a loop makes, and then those that read what it reads, the first in the program first, if
+    neither depends on the other. All of a kernel sum along rows or all along columns; of the latter, for which it needs
+    memory that the GPU has little of, a kernel does two (`FusionFitsInBudget`).
 
     Args:
-        graph: of kernels, each behind what it reads.
+        graph: of kernels in the program's order.
         elements: of each value.
-        by_columns: results of reductions along others than the last dimension.
+        reduced: by their results what reductions reduce.
     """
-    place = {op: at for at, op in enumerate(post_order(graph))}
-    reductions = [op.name in _REDUCTIONS and len(op.outputs) == 1 for op in graph.ops]
-    beside: dict[int, list[int]] = {}
-    for index, op in enumerate(graph.ops):
-        size = _loop_of(graph, op)
-        read = [value for value in op.inputs if graph.sizes[value] > _NUMBER]
-        others = {user for value in read for user in graph.users[value] if reductions[user]}
-        if others and any(graph.sizes[value] == size for value in read):
-            (made,) = op.outputs
-            own = (
-                user for user in graph.users[made] if reductions[user] and made not in held_by(graph, graph.ops[user])
-            )
-            alike = dict.fromkeys((*own, *sorted(others, key=place.__getitem__)))
-            loop = elements[made]
-            beside[index] = [user for user in alike if max(elements[x] for x in graph.ops[user].inputs) == loop]
+    beside = {index: found for index, op in enumerate(graph.ops) if (found := _beside(graph, op, elements, reduced))}
     asked = {*beside, *(user for found in beside.values() for user in found)}
     before = Dependencies(((op.inputs, op.outputs) for op in graph.ops), asked)
     ops = list(graph.ops)
     for index, found in beside.items():
-        made = graph.ops[index].outputs[0]
-        free = [user for user in found if made in graph.ops[user].inputs or before.are_apart(index, user)]
-        along = [graph.ops[user].outputs[0] in by_columns for user in free]
-        joined = [user for user, columns in zip(free, along, strict=True) if columns == along[0]]
-        taken = {
-            value for user in joined[: _MOST_BY_COLUMNS if along[:1] == [True] else None] for value in ops[user].inputs
-        }
-        rows = dict.fromkeys((*ops[index].rows_of, *(value for value in ops[index].inputs if value in taken)))
+        own = {user for user in found if _is_of(graph, user, index, reduced)}
+        free = [user for user in found if user in own or before.are_apart(index, user)]
+        by_columns = [reduced[graph.ops[user].outputs[0]].by_columns for user in free]
+        alike = [user for user, columns in zip(free, by_columns, strict=True) if columns == by_columns[0]]
+        joined = alike[:_MOST_BY_COLUMNS] if by_columns and by_columns[0] else alike
+        read = {value for user in joined if user not in own for value in ops[user].inputs}
+        rows = dict.fromkeys((*ops[index].rows_of, *(value for value in ops[index].inputs if value in read)))
         ops[index] = dataclasses.replace(ops[index], rows_of=tuple(rows))
     return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def _beside(graph: Graph, op: Op, elements: Sequence[int], reduced: Mapping[int, Reduced]) -> list[int]:
+    """Reductions that may be done in the kernel of a loop that could write over something."""
+    size = _loop_of(graph, op)
+    read = [value for value in op.inputs if graph.sizes[value] > _NUMBER]
+    if not any(graph.sizes[value] == size for value in read):
+        return []
+    (made,) = op.outputs
+    users = sorted({user for value in (made, *read) for user in graph.users[value]})
+    found = []
+    for user in users:
+        outputs = graph.ops[user].outputs
+        if len(outputs) == 1 and outputs[0] in reduced and reduced[outputs[0]].elements == elements[made]:
+            found.append(user)
+    return sorted(found, key=lambda user: reduced[graph.ops[user].outputs[0]].operand != made)
+
+
+def _is_of(graph: Graph, user: int, index: int, reduced: Mapping[int, Reduced]) -> bool:
+    """Whether an op reduces what another one makes."""
+    return reduced[graph.ops[user].outputs[0]].operand in graph.ops[index].outputs
 
 
 def _loop_of(graph: Graph, op: Op) -> int:

@@ -148,7 +148,7 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         return without_mere_views(fuse_loops(unfused, _elements_of(reader, unfused)).graph)
     if isinstance(reader, GpuReader):
         fused = join_siblings(fuse_by_cost(unfused, reader.work, reader.rates.bandwidth).graph)
-        return beside_reductions(fused, _elements_of(reader, unfused), reader.reduced_by_columns())
+        return beside_reductions(fused, _elements_of(reader, unfused), reader.reductions())
     if isinstance(reader, TpuReader):
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))

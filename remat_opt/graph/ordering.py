@@ -198,11 +198,6 @@ def _post_order(graph: Graph, first: Callable[[int], tuple]) -> tuple[int, ...]:
     return tuple(order)
 
 
-def post_order(graph: Graph) -> tuple[int, ...]:
-    """What each result needs, depth first, results and operands as they stand: how compilers list a program."""
-    return _post_order(graph, lambda op: ())
-
-
 def depth_first(graph: Graph) -> tuple[int, ...]:
     """What each result needs, depth first: operands with the most users behind them first, then the largest."""
     extra = [0] * len(graph.ops)
