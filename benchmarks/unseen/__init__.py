@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.unseen import further, images, language, others
+from benchmarks.unseen import further, images, language, lately, others
 from benchmarks.unseen.step import Unseen
 
 NETWORKS: dict[str, Callable[[], Unseen]] = {
@@ -41,4 +41,9 @@ NETWORKS: dict[str, Callable[[], Unseen]] = {
     "points": further.points,
     "adapters": further.adapters,
     "learning_to_learn": further.learning_to_learn,
+    "flow": lately.flow,
+    "distillation": lately.distillation,
+    "super_resolution": lately.super_resolution,
+    "fourier_operator": lately.fourier_operator,
+    "detector": lately.detector,
 }
