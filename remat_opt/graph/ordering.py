@@ -203,7 +203,8 @@ def depth_first(graph: Graph) -> tuple[int, ...]:
     extra = [0] * len(graph.ops)
     sizes = [0] * len(graph.ops)
     total = 0
-    for index, op in enumerate(graph.ops):
+    for index in _post_order(graph, lambda op: ()):
+        op = graph.ops[index]
         users = {user for value in op.outputs for user in graph.users[value]}
         made = sum(graph.sizes[value] for value in op.outputs)
         total += made
