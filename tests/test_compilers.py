@@ -1,5 +1,6 @@
 """What compilers are expected to make of a program: each rule on a graph or a program that can be checked by hand."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -71,6 +72,29 @@ def test_who_reads_another_shape_is_not_looked_at_again() -> None:
 def test_depth_first_visits_the_operand_with_more_users_first() -> None:
     graph = Graph((0, 1, 1, 1, 1, 1), FORK, inputs=(0,), outputs=(5,), fused=True)
     assert depth_first(graph) == (0, 1, 2, 3, 4)
+
+
+def test_depth_first_caps_sizes_as_the_compiler_lists_a_program() -> None:
+    """Sizes behind an op are counted once for each way to it, up to all that stands before it in the compiler's list:
+    that begins with what the first result needs, not with what the program made first."""
+
+    def ways(given: int, first: int) -> tuple[Op, ...]:
+        """Five ops on top of each other, of which each reads two ops that read the one before."""
+        ops, below = [], given
+        for at in range(first, first + 15, 3):
+            ops += [Op((below,), (at,)), Op((below,), (at + 1,)), Op((at, at + 1), (at + 2,))]
+            below = at + 2
+        return tuple(ops)
+
+    one, other = ways(0, 1), ways(0, 16)
+    last = Op((15, 30), (31,))
+    by_other = Op((30,), (32,))
+    graph = Graph((0, *(1,) * 32), (*one, *other, by_other, last), inputs=(0,), outputs=(32, 31), fused=True)
+    order = [graph.ops[op].outputs[0] for op in depth_first(graph)]
+    assert order.index(30) < order.index(15)  # as the first result asks for it
+    late = dataclasses.replace(graph, outputs=(31, 32))
+    order = [late.ops[op].outputs[0] for op in depth_first(late)]
+    assert order.index(30) < order.index(15)  # it has a user more
 
 
 def kernels_of_an_elementwise_value(dear: bool, operands: int, reader: Kind) -> tuple[bool, tuple[int, ...]]:

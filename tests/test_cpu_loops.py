@@ -103,7 +103,8 @@ def test_loops_do_not_compute_again_what_is_changed_where_it_lies() -> None:
     scaled = next(op for op in graph.ops if op.name == "mul")
     scatter = next(op for op in graph.ops if op.name == "scatter-add")
     readers = [op for op in graph.ops if {*scatter.outputs} & {*op.inputs}]
-    assert readers and all({*scaled.outputs} <= {*op.inputs} for op in readers)
+    assert readers
+    assert all({*scaled.outputs} <= {*op.inputs} for op in readers)
     assert arrays_in(graph) == pytest.approx(arrays_compiled(fun, WHOLE, PLACES), abs=0.1)
 
 

@@ -9,7 +9,6 @@ import pytest
 from jax import lax
 
 from remat_opt import optimize
-from remat_opt.compilers.gpu_siblings import join_siblings
 from remat_opt.compilers.gpu_work import copy_of
 from remat_opt.compilers.model import compiled
 from remat_opt.graph.cost import Rates
@@ -164,35 +163,6 @@ def test_a_copy_in_another_order_uses_a_part_of_what_memory_gives(
     assert copy_of(array(16, 4, 64), lies, order).used == used
 
 
-def loops(*reads: tuple[int, ...]) -> Graph:
-    """Elementwise kernels of one size that read values of that size: 0 and 1 are given, each then makes the next."""
-    ops = tuple(Op(values, (2 + at,), kind=Kind.ELEMENTWISE) for at, values in enumerate(reads))
-    return Graph((100,) * (2 + len(ops)), ops, inputs=(0, 1), outputs=(1 + len(ops),), fused=True)
-
-
-@pytest.mark.parametrize(
-    ("reads", "kernels"),
-    [
-        (((0,), (0, 1), (2, 3)), [(2, 3), (4,)]),
-        (((0,), (1,), (2, 3)), [(2,), (3,), (4,)]),  # they read nothing together
-        (((0,), (0, 2), (2, 3)), [(2,), (3,), (4,)]),  # the second reads the first
-        (((0,), (2,), (0, 3)), [(2,), (3,), (4,)]),  # it does so by way of another
-        (((0,), (1,), (0, 3), (2, 4)), [(3,), (2, 4), (5,)]),  # the one kernel waits for all that both read
-    ],
-)
-def test_loops_that_read_the_same_are_one_kernel(
-    reads: tuple[tuple[int, ...], ...], kernels: list[tuple[int, ...]]
-) -> None:
-    assert [op.outputs for op in join_siblings(loops(*reads)).ops] == kernels
-
-
-def test_loops_over_a_number_or_a_larger_array_stay_apart() -> None:
-    for size in (4, 200):
-        graph = loops((0,), (0, 1), (2, 3))
-        graph = Graph((size, *graph.sizes[1:]), graph.ops, inputs=(0, 1), outputs=(4,), fused=True)
-        assert len(join_siblings(graph).ops) == 3
-
-
 def test_zeros_of_one_shape_are_made_at_once() -> None:
     def sums(x: jax.Array, receivers: jax.Array) -> list[jax.Array]:
         first = jax.ops.segment_sum(x, receivers, 64)
@@ -254,11 +224,3 @@ def test_no_kernel_pads_in_place() -> None:
     measured = measure_flat(lambda *given: jax.tree.leaves(step(*given)), list(avals), target="h200").temp_bytes
     assert 2 * logits <= measured < 2.1 * logits
     assert 2 * logits <= foreseen < 2.1 * logits
-
-
-def test_one_kernel_of_two_makes_all_behind_either_wait_for_both() -> None:
-    """What reads the first loop depends on the sixth, by way of two pairs, and must not be one with what that reads."""
-    reads = ((2,), (3, 0), (0,), (1,), (2, 6), (1, 5), (4, 7, 8))
-    ops = tuple(Op(values, (3 + at,), kind=Kind.ELEMENTWISE) for at, values in enumerate(reads))
-    graph = Graph((100,) * 10, ops, inputs=(0, 1, 2), outputs=(9,), fused=True)
-    assert [op.outputs for op in join_siblings(graph).ops] == [(5,), (6, 8), (3, 7), (4,), (9,)]

@@ -100,9 +100,12 @@ class ScatterReader(ConvolutionReader):
             return ops
         key = (aval.shape, aval.dtype)
         zeros = self.new(wide)
-        if not is_padded:
-            self.zeros.setdefault(key, zeros)
-        ops.append(Op((), (zeros,), kind=Kind.ELEMENTWISE, name="zeros"))
+        if found in self.copies.values() and not is_padded:
+            self.changed_zeros.setdefault(key, []).append(zeros)
+        else:
+            if not is_padded:
+                self.zeros.setdefault(key, zeros)
+            ops.append(Op((), (zeros,), kind=Kind.ELEMENTWISE, name="zeros"))
         token = self.new(0)
         ops.append(dataclasses.replace(scatter, inputs=(*scatter.inputs, zeros), outputs=(token,)))
         if is_padded:
