@@ -173,15 +173,26 @@ def greedy(graph: Graph) -> tuple[int, ...]:
     return tuple(order)
 
 
-def _post_order(graph: Graph, first: Callable[[int], tuple]) -> tuple[int, ...]:
-    """What each result needs, depth first, operands in the order of a key."""
+def _makers(graph: Graph) -> list[list[int]]:
+    """For each op those whose results it reads. What is read behind a barrier comes from the barrier."""
+    found = []
+    for op in graph.ops:
+        behind = held_by(graph, op)
+        makers = dict.fromkeys(graph.producer[value] for value in op.inputs if value not in behind)
+        found.append([maker for maker in makers if maker >= 0])
+    return found
+
+
+def _post_order(graph: Graph, makers: Sequence[Sequence[int]], first: Callable[[int], tuple]) -> tuple[int, ...]:
+    """What each result needs, depth first, what an op needs in the order of a key.
+
+    Args:
+        graph: of kernels.
+        makers: of each op what it needs.
+        first: the key.
+    """
     order: list[int] = []
     done = [False] * len(graph.ops)
-
-    def operands(op: int) -> list[int]:
-        makers = [m for m in dict.fromkeys(graph.producer[v] for v in graph.ops[op].inputs) if m >= 0]
-        return sorted(makers, key=first)
-
     roots = [m for m in dict.fromkeys(graph.producer[value] for value in graph.outputs) if m >= 0]
     for root in (*sorted(roots, key=first), *range(len(graph.ops))):
         stack = [(root, False)]
@@ -194,21 +205,25 @@ def _post_order(graph: Graph, first: Callable[[int], tuple]) -> tuple[int, ...]:
                 order.append(op)
                 continue
             stack.append((op, True))
-            stack.extend((maker, False) for maker in reversed(operands(op)) if not done[maker])
+            stack.extend((maker, False) for maker in reversed(sorted(makers[op], key=first)) if not done[maker])
     return tuple(order)
 
 
 def depth_first(graph: Graph) -> tuple[int, ...]:
-    """What each result needs, depth first: operands with the most users behind them first, then the largest."""
+    """What each result needs, depth first: operands with the most users behind them first, then the largest.
+
+    Both are counted once for each way to them, and so are as many as there are in all; sizes as many as the compiler
+    had listed until then, which lists a program depth first, too, as results and operands stand.
+    """
     extra = [0] * len(graph.ops)
     sizes = [0] * len(graph.ops)
     total = 0
-    for index in _post_order(graph, lambda op: ()):
+    makers = _makers(graph)
+    for index in _post_order(graph, makers, lambda op: ()):
         op = graph.ops[index]
         users = {user for value in op.outputs for user in graph.users[value]}
         made = sum(graph.sizes[value] for value in op.outputs)
         total += made
-        makers = {graph.producer[value] for value in op.inputs} - {-1}
-        extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers), len(graph.ops))
-        sizes[index] = min(made + sum(sizes[m] for m in makers), total)
-    return _post_order(graph, lambda op: (-extra[op], -sizes[op], op))
+        extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers[index]), len(graph.ops))
+        sizes[index] = min(made + sum(sizes[m] for m in makers[index]), total)
+    return _post_order(graph, makers, lambda op: (-extra[op], -sizes[op], op))
