@@ -205,7 +205,7 @@ def _post_order(graph: Graph, makers: Sequence[Sequence[int]], first: Callable[[
                 order.append(op)
                 continue
             stack.append((op, True))
-            stack.extend((maker, False) for maker in reversed(sorted(makers[op], key=first)) if not done[maker])
+            stack.extend((maker, False) for maker in sorted(makers[op], key=first)[::-1] if not done[maker])
     return tuple(order)
 
 
