@@ -28,7 +28,8 @@ def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: gr
     begun, originals = _with_beginnings(graph)
     waiting, before = with_updates_behind_readers(begun)
     first = tuple(before[at] for at in greedy(_of_loops(waiting, weighed=True)))
-    second = tuple(before[at] for at in depth_first(waiting))
+    # How the compiler lists a program is not known here: with the program's own order fewer figures are off.
+    second = tuple(before[at] for at in depth_first(waiting, range(len(waiting.ops))))
     taken = lower_of(_of_loops(begun, weighed=False), first, second, sharing)
     return tuple(originals[at] for at in taken if originals[at] >= 0)
 

@@ -209,17 +209,21 @@ def _post_order(graph: Graph, makers: Sequence[Sequence[int]], first: Callable[[
     return tuple(order)
 
 
-def depth_first(graph: Graph) -> tuple[int, ...]:
+def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int, ...]:
     """What each result needs, depth first: operands with the most users behind them first, then the largest.
 
-    Both are counted once for each way to them, and so are as many as there are in all; sizes as many as the compiler
-    had listed until then, which lists a program depth first, too, as results and operands stand.
+    Both are counted once for each way to them, and so are at most as many as there are in all; sizes at most what the
+    compiler had listed until then.
+
+    Args:
+        graph: of kernels.
+        listed: how the compiler lists them; None for depth first, too, as results and operands stand.
     """
     extra = [0] * len(graph.ops)
     sizes = [0] * len(graph.ops)
     total = 0
     makers = _makers(graph)
-    for index in _post_order(graph, makers, lambda op: ()):
+    for index in _post_order(graph, makers, lambda op: ()) if listed is None else listed:
         op = graph.ops[index]
         users = {user for value in op.outputs for user in graph.users[value]}
         made = sum(graph.sizes[value] for value in op.outputs)
