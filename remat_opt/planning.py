@@ -12,6 +12,7 @@ from remat_opt.compilers.tpu import ON_CHIP
 from remat_opt.deciding import Decider, Decision, Measure, versions
 from remat_opt.forms import Found
 from remat_opt.graph.derive import Choice
+from remat_opt.least import WORTH_WRITING, least_foreseen
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.plan import Plan, PlanError, check_fit
@@ -21,11 +22,7 @@ from remat_opt.promises import keep_budget
 from remat_opt.search import Solution, search_of
 from remat_opt.settings import Settings
 
-WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
-MOST_FORESEEN = 8  # schedules of about the least peak
-MOST_EQUATIONS_FORESEEN = 40_000  # of all of these together: some 25 seconds
-ABOUT_AS_LITTLE = 1.005  # times the least that is foreseen
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 TOO_CLOSE_ON_A_TPU = 0.5
 
@@ -89,30 +86,6 @@ def least_memory(decider: Decider) -> Decision:
     if clear and candidates[0].is_the_same_as(found):
         return decider.decision(found)
     return by_the_compiler(decider, candidates, compare_with_plain=not clear)
-
-
-def least_foreseen(decider: Decider, found: Found) -> Found:
-    """The schedule for which the compiler is foreseen to need least: that which was found, or another of `auto` with no
-    more FLOPs and a peak not far above, or our order alone, where that spares memory worth the risk that the model errs
-    there."""
-    if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
-        return found
-    longer, *near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
-    found = min([found, *_cheaper([longer], found)], key=decider.foreseen)
-    # Of a TPU, and of what several devices have, too much is not in the model to choose among many by it.
-    if found.prepared.target.platform == "tpu" or found.prepared.is_divided:
-        return found
-    count = min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // len(found.prepared.captured.program.equations))
-    others = [found, *_cheaper([decider.forms.in_our_order], found), *_cheaper(near, found)[:count]]
-    about_least = min(map(decider.foreseen, others)) * ABOUT_AS_LITTLE
-    low = (one for one in others if decider.foreseen(one) <= about_least)
-    least = min(low, key=lambda one: (one.extra_flops, decider.foreseen(one)))
-    return least if decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found) else found
-
-
-def _cheaper(others: Sequence[Found], found: Found) -> list[Found]:
-    """Those of other schedules that have no more FLOPs."""
-    return [one for one in others if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
 
 
 def is_clear(decider: Decider, found: Found) -> bool:

@@ -1,0 +1,38 @@
+"""Which of the schedules of about the least peak the compiler is foreseen to need least for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from remat_opt.deciding import Decider
+from remat_opt.forms import Found
+from remat_opt.search import search_of
+
+WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
+MOST_FORESEEN = 8  # schedules of about the least peak
+MOST_EQUATIONS_FORESEEN = 40_000  # of all of these together: some 25 seconds
+ABOUT_AS_LITTLE = 1.005  # times the least that is foreseen
+
+
+def least_foreseen(decider: Decider, found: Found) -> Found:
+    """The schedule for which the compiler is foreseen to need least: that which was found, or another of `auto` with no
+    more FLOPs and a peak not far above, or our order alone, where that spares memory worth the risk that the model errs
+    there."""
+    if decider.settings.solver != "auto" or not found.prepared.can_be_foreseen:
+        return found
+    longer, *near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
+    found = min([found, *_cheaper([longer], found)], key=decider.foreseen)
+    # Of a TPU, and of what several devices have, too much is not in the model to choose among many by it.
+    if found.prepared.target.platform == "tpu" or found.prepared.is_divided:
+        return found
+    count = min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // len(found.prepared.captured.program.equations))
+    others = [found, *_cheaper([decider.forms.in_our_order], found), *_cheaper(near, found)[:count]]
+    about_least = min(map(decider.foreseen, others)) * ABOUT_AS_LITTLE
+    low = (one for one in others if decider.foreseen(one) <= about_least)
+    least = min(low, key=lambda one: (one.extra_flops, decider.foreseen(one)))
+    return least if decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found) else found
+
+
+def _cheaper(others: Sequence[Found], found: Found) -> list[Found]:
+    """Those of other schedules that have no more FLOPs."""
+    return [one for one in others if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
