@@ -371,7 +371,7 @@ def schedule(foreseen: int, compiled: int, seconds: float, *, in_our_order: bool
 def kept(search: Any) -> SimpleNamespace:
     """Of schedules that a search finds, the one that keeps a budget of 440 bytes."""
     decider: Any = SimpleNamespace(
-        settings=SimpleNamespace(budget=SimpleNamespace(fraction=0.7)),
+        settings=SimpleNamespace(budget=SimpleNamespace(fraction=0.7), solver="chen"),
         plain_figures=None,
         search=search,
         foreseen=lambda found: found.foreseen,
@@ -412,3 +412,13 @@ def test_after_a_miss_what_is_found_for_less_may_be_faster() -> None:
         return missed if len(asked) == 1 else slow if limit == 440 else fast
 
     assert kept(search) is fast
+
+
+def test_what_is_taken_without_a_budget_is_asked_before_one_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of squeeze-and-excitation on an H200: the lowest peak of the search is not what the compiler needs least for,
+    and without a budget the user would have got less than the refusal said."""
+    missed, lower = schedule(430, 500, 0.1), schedule(400, 420, 0.2)
+    with pytest.raises(AttributeError):  # refused, for which this decider has no words
+        kept(fastest_of([missed]))
+    monkeypatch.setattr("remat_opt.promises.least_foreseen", lambda decider, found: lower)
+    assert kept(fastest_of([missed])) is lower
