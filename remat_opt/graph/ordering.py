@@ -22,6 +22,7 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 
 LOOPS = frozenset({"scan", "while"})
+_WITHIN_OUR_KNOWLEDGE = 0.01  # of a peak: what one of a GPU's orders seems to spare is less than what is not known
 
 
 def order_of(
@@ -40,16 +41,22 @@ def order_of(
         return depth_first(graph) if saving_memory else breadth_first(graph)
     if platform not in ("cuda", "rocm"):
         return early_order(graph)
-    return lower_of(graph, greedy(graph), depth_first(graph), sharing)
+    return lower_of(graph, greedy(graph), depth_first(graph), sharing, margin=_WITHIN_OUR_KNOWLEDGE)
 
 
 def lower_of(
-    graph: Graph, first: tuple[int, ...], second: tuple[int, ...], sharing: Callable[[Graph], Graph]
+    graph: Graph,
+    first: tuple[int, ...],
+    second: tuple[int, ...],
+    sharing: Callable[[Graph], Graph],
+    margin: float = 0.0,
 ) -> tuple[int, ...]:
-    """Of two orders that which peaks lower, or does with `sharing` as of `order_of`; else the first."""
+    """Of two orders that which peaks lower, or does with `sharing` as of `order_of`; else the first. What it spares is
+    to be more than a part of the first one's peak, `margin`."""
     in_first, in_second = in_order(graph, first), in_order(graph, second)
-    saved = peak_of(in_first) - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
-    return second if saved > 0 else first
+    peak = peak_of(in_first)
+    saved = peak - peak_of(in_second) or peak_of(sharing(in_first)) - peak_of(sharing(in_second))
+    return second if saved > margin * peak else first
 
 
 def in_order(graph: Graph, order: Sequence[int]) -> Graph:
@@ -173,6 +180,16 @@ def greedy(graph: Graph) -> tuple[int, ...]:
     return tuple(order)
 
 
+def _instructions(graph: Graph) -> int:
+    """About how many instructions a compiler has: arguments, kernels, and tuples that are put together for barriers and
+    loops, and taken apart behind these and kernels with several results."""
+    count = len(graph.inputs) + len(graph.ops)
+    for op in graph.ops:
+        is_of_tuple = op.kind is Kind.BARRIER or op.name in LOOPS
+        count += len(op.outputs) * (len(op.outputs) > 1) + (1 + len(op.inputs)) * is_of_tuple
+    return count
+
+
 def _makers(graph: Graph) -> list[list[int]]:
     """For each op those whose results it reads. What is read behind a barrier comes from the barrier."""
     found = []
@@ -221,13 +238,13 @@ def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int,
     """
     extra = [0] * len(graph.ops)
     sizes = [0] * len(graph.ops)
-    total = 0
+    total, most = 0, _instructions(graph)
     makers = _makers(graph)
     for index in _post_order(graph, makers, lambda op: ()) if listed is None else listed:
         op = graph.ops[index]
         users = {user for value in op.outputs for user in graph.users[value]}
         made = sum(graph.sizes[value] for value in op.outputs)
         total += made
-        extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers[index]), len(graph.ops))
+        extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers[index]), most)
         sizes[index] = min(made + sum(sizes[m] for m in makers[index]), total)
     return _post_order(graph, makers, lambda op: (-extra[op], -sizes[op], op))
