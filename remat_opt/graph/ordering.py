@@ -234,11 +234,12 @@ def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int,
 
     Args:
         graph: of kernels.
-        listed: how the compiler lists them; None for depth first, too, as results and operands stand.
+        listed: how the compiler lists them, taken for all that it has; None for depth first, too, as results and
+            operands stand, and for more instructions than kernels.
     """
     extra = [0] * len(graph.ops)
     sizes = [0] * len(graph.ops)
-    total, most = 0, _instructions(graph)
+    total, most = 0, _instructions(graph) if listed is None else len(listed)
     makers = _makers(graph)
     for index in _post_order(graph, makers, lambda op: ()) if listed is None else listed:
         op = graph.ops[index]
