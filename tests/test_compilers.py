@@ -1,6 +1,5 @@
 """What compilers are expected to make of a program: each rule on a graph or a program that can be checked by hand."""
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -76,25 +75,24 @@ def test_depth_first_visits_the_operand_with_more_users_first() -> None:
 
 def test_depth_first_caps_sizes_as_the_compiler_lists_a_program() -> None:
     """Sizes behind an op are counted once for each way to it, up to all that stands before it in the compiler's list:
-    that begins with what the first result needs, not with what the program made first."""
+    that begins with what the result reads first, not with what the program made first."""
+    levels = 8
 
-    def ways(given: int, first: int) -> tuple[Op, ...]:
-        """Five ops on top of each other, of which each reads two ops that read the one before."""
-        ops, below = [], given
-        for at in range(first, first + 15, 3):
+    def ways(first: int) -> tuple[Op, ...]:
+        """Ops on top of each other, of which each reads two ops that read the one before."""
+        ops, below = [], 0
+        for at in range(first, first + 3 * levels, 3):
             ops += [Op((below,), (at,)), Op((below,), (at + 1,)), Op((at, at + 1), (at + 2,))]
             below = at + 2
         return tuple(ops)
 
-    one, other = ways(0, 1), ways(0, 16)
-    last = Op((15, 30), (31,))
-    by_other = Op((30,), (32,))
-    graph = Graph((0, *(1,) * 32), (*one, *other, by_other, last), inputs=(0,), outputs=(32, 31), fused=True)
+    read_first, read_second, result = 3 * levels, 6 * levels, 6 * levels + 1
+    ops = (*ways(1 + 3 * levels), *ways(1), Op((read_first, read_second), (result,)))
+    graph = Graph((0, *(1,) * result), ops, inputs=(0,), outputs=(result,), fused=True)
     order = [graph.ops[op].outputs[0] for op in depth_first(graph)]
-    assert order.index(30) < order.index(15)  # as the first result asks for it
-    late = dataclasses.replace(graph, outputs=(31, 32))
-    order = [late.ops[op].outputs[0] for op in depth_first(late)]
-    assert order.index(30) < order.index(15)  # it has a user more
+    assert order.index(read_second) < order.index(read_first)
+    as_made = [graph.ops[op].outputs[0] for op in depth_first(graph, range(len(graph.ops)))]
+    assert as_made.index(read_first) < as_made.index(read_second)
 
 
 def kernels_of_an_elementwise_value(dear: bool, operands: int, reader: Kind) -> tuple[bool, tuple[int, ...]]:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax import lax
+from test_gpu_siblings import normalised
 
 from remat_opt.compilers.gpu_fusion import Work, fuse_by_cost
 from remat_opt.compilers.gpu_products import merged_products
@@ -123,14 +124,7 @@ def test_products_are_matrices_or_batches_of_them_to_the_compiler(subscripts: st
 def test_where_the_largest_of_a_biased_product_is_stays_a_mask() -> None:
     """A bias is added where the product is written, which is a matrix then, too: as in a network for points."""
 
-    def loss(x: jax.Array, weight: jax.Array, bias: jax.Array, scale: jax.Array, shift: jax.Array) -> jax.Array:
-        y = x @ weight + bias
-        mean = y.mean(-1, keepdims=True)
-        variance = jnp.square(y).mean(-1, keepdims=True) - jnp.square(mean)
-        y = jax.nn.relu((y - mean) * (lax.rsqrt(variance + 1e-6) * scale) + shift)
-        return jnp.square(y.max(1)).sum()
-
-    step, vector = jax.grad(loss, (1, 2, 3, 4)), array(512)
+    step, vector = jax.grad(normalised, (1, 2, 3, 4)), array(512)
     avals = array(32, 2048, 128), array(128, 512), vector, vector, vector
     graph = graph_of(step, *avals)
     assert ("eq", 2 * 32 * 2048 * 512) in made(graph)  # and where the rectifier lets through

@@ -48,10 +48,7 @@ def _multiplies_by_inverse(equation: Equation, program: Program, producer: Mappi
     if isinstance(divisor, Constant) or program.avals[divisor].size < program.avals[result].size:
         return True
     maker = producer.get(divisor)
-    if maker is None:
-        return False
-    is_spread = maker.primitive is P.broadcast_in_dim_p and len(maker.inputs) > 0
-    return is_spread or maker.primitive in _OF_KNOWN_INVERSE
+    return maker is not None and (maker.primitive is P.broadcast_in_dim_p or maker.primitive in _OF_KNOWN_INVERSE)
 
 
 def multiplies_only(equation: Equation, value: int) -> bool:

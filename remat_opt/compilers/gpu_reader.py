@@ -29,6 +29,7 @@ class GpuReader(ScatterReader):
     """Equations as the ops of a GPU's compiler."""
 
     def prepare(self) -> None:
+        super().prepare()
         self.merged: dict[int, Merged] = {
             index: one for one in merged_products(self.program) for index in one.equations
         }

@@ -7,38 +7,25 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.gpu_convolution_reader import ConvolutionReader
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_work import BLOCK
-from remat_opt.graph.build import PeakOfBody, op_of, workspace_of
-from remat_opt.graph.cost import Rates
+from remat_opt.graph.build import op_of, workspace_of
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.masks import is_zero
 
 
 class ScatterReader(ConvolutionReader):
     """Scatters, max-pools' backwards, and the zeros that they begin with."""
 
-    def __init__(
-        self,
-        program: Program,
-        rates: Rates,
-        platform: str,
-        peak_of_body: PeakOfBody | None = None,
-        loop: tuple[int, int] | None = None,
-        bodies: Mapping[int, tuple[tuple[int, int, int], ...]] | None = None,
-    ):
-        """
-        Args:
-            program, rates, platform, peak_of_body, loop, bodies: as of `ConvolutionReader`.
-        """
-        super().__init__(program, rates, platform, peak_of_body, loop, bodies)
+    def prepare(self) -> None:
+        super().prepare()
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
         self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
 
