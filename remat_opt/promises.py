@@ -14,7 +14,7 @@ from remat_opt.targets import Figures
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
 OUT_OF_REACH = 1.5  # times a budget: what is foreseen to need more is not compiled
 ROOM = 0.75  # of a budget: what needs less may leave room for something faster
-SAFER = 1.1  # times what is foreseen after two misses: the last attempt is the least memory, whatever that costs
+SAFER = 1.1  # times what is foreseen after two misses, if nothing fits: the last attempt is the least, at any cost
 LESS = 0.9  # of a budget that was missed: what is found for less may be faster, and fits
 
 
@@ -79,7 +79,7 @@ class _Promise:
             misses = len(self.measured) - len(self.fitting)
             if not found.prepared.in_our_order:  # where nothing is computed again other buffers are live
                 self.correction = figures.temp_bytes / max(self.decider.foreseen(found), 1)
-                self.correction *= SAFER if misses > 1 else 1
+                self.correction *= SAFER if misses > 1 and not self.fitting else 1
         if fitting := self.fitting:
             return self.decider.decision(*min(fitting, key=lambda one: one[0].extra_seconds))
         raise self.refusal()
