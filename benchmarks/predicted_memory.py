@@ -100,6 +100,7 @@ _UNSEEN = (
     *("masked_words", "averaged_weights", "graph_attention", "speech", "segmentation", "shifted_windows"),
     *("radiance_field", "two_views", "retention", "points", "adapters", "learning_to_learn"),
     *("flow", "distillation", "super_resolution", "fourier_operator", "detector"),
+    *("grouped", "quantised", "gradient_penalty", "differential_equation", "private", "sharpness_aware"),
 )
 _NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (

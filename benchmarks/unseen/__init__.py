@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.unseen import further, images, language, lately, others
+from benchmarks.unseen import further, gradients, images, language, lately, others
 from benchmarks.unseen.step import Unseen
 
 NETWORKS: dict[str, Callable[[], Unseen]] = {
@@ -46,4 +46,10 @@ NETWORKS: dict[str, Callable[[], Unseen]] = {
     "super_resolution": lately.super_resolution,
     "fourier_operator": lately.fourier_operator,
     "detector": lately.detector,
+    "grouped": lately.grouped,
+    "quantised": lately.quantised,
+    "gradient_penalty": gradients.gradient_penalty,
+    "differential_equation": gradients.differential_equation,
+    "private": gradients.private,
+    "sharpness_aware": gradients.sharpness_aware,
 }
