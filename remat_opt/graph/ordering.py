@@ -200,6 +200,17 @@ def _makers(graph: Graph) -> list[list[int]]:
     return found
 
 
+def _roots(graph: Graph) -> list[int]:
+    """What makes the results: the last barrier that one goes through, if nothing else reads it behind one, as it would
+    not be in the barrier otherwise."""
+    behind = set[int]().union(*(held_by(graph, op).intersection(op.inputs) for op in graph.ops))
+    found = []
+    for value in graph.outputs:
+        barriers = [user for user in graph.users[value] if graph.ops[user].kind is Kind.BARRIER]
+        found.append(barriers[-1] if barriers and value not in behind else graph.producer[value])
+    return [root for root in dict.fromkeys(found) if root >= 0]
+
+
 def _post_order(graph: Graph, makers: Sequence[Sequence[int]], first: Callable[[int], tuple]) -> tuple[int, ...]:
     """What each result needs, depth first, what an op needs in the order of a key.
 
@@ -210,8 +221,7 @@ def _post_order(graph: Graph, makers: Sequence[Sequence[int]], first: Callable[[
     """
     order: list[int] = []
     done = [False] * len(graph.ops)
-    roots = [m for m in dict.fromkeys(graph.producer[value] for value in graph.outputs) if m >= 0]
-    for root in (*sorted(roots, key=first), *range(len(graph.ops))):
+    for root in (*sorted(_roots(graph), key=first), *range(len(graph.ops))):
         stack = [(root, False)]
         while stack:
             op, is_ready = stack.pop()
