@@ -95,6 +95,15 @@ def test_depth_first_caps_sizes_as_the_compiler_lists_a_program() -> None:
     assert as_made.index(read_first) < as_made.index(read_second)
 
 
+def test_depth_first_begins_with_the_barrier_that_results_come_from() -> None:
+    """What nothing reads behind a barrier is returned from it, and what is returned beside it comes with it."""
+    small, large, barrier = Op((0,), (1,)), Op((0,), (2,)), Op((1, 2), (3,), kind=Kind.BARRIER)
+    graph = Graph((0, 1, 3, 0, 2), (small, large, barrier, Op((0,), (4,))), inputs=(0,), outputs=(1, 4, 2), fused=True)
+    assert depth_first(graph) == (1, 0, 2, 3)
+    without = Graph((0, 1, 3, 0, 2), (small, large, Op((0,), (4,))), inputs=(0,), outputs=(1, 4, 2), fused=True)
+    assert depth_first(without) == (1, 2, 0)
+
+
 def kernels_of_an_elementwise_value(dear: bool, operands: int, reader: Kind) -> tuple[bool, tuple[int, ...]]:
     """Whether the value is stored, and what the loop that reads it reads, beside a second reader of some kind."""
     made = tuple(Op((0,), (1 + i,)) for i in range(operands))

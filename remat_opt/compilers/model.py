@@ -17,6 +17,7 @@ from remat_opt.compilers.cpu_reader import CpuReader
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
 from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import beside_reductions, join_siblings
+from remat_opt.compilers.gpu_vectors import with_vectors_by_loops
 from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.compilers.tpu_clock import with_seconds
@@ -65,6 +66,8 @@ def compiled(
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
     bodies = _Bodies(rates, platform, saving_memory)
+    if platform in GPUS:
+        program = with_vectors_by_loops(program)
     program = by_slices(before_products(by_comparison(program)) if platform == "tpu" else program)
     reader = _reader_of(program, rates, platform, bodies, loop)
     unfused = reader.read(donated)

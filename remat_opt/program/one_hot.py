@@ -19,9 +19,10 @@ from jax import lax
 from jax.extend.core import primitives
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline
+from remat_opt.program.inline import Equation, Program
 from remat_opt.program.masks import is_zero
 from remat_opt.program.platforms import GPUS
+from remat_opt.program.traced import aval_of, traced_instead
 
 FUSING_PLATFORMS = GPUS | {"tpu"}
 
@@ -48,10 +49,10 @@ def by_comparison(program: Program) -> Program:
 def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int]) -> bool:
     if equation.primitive is not primitives.scatter_add_p or equation.inputs[0] not in zeros:
         return False
-    if any(compat.is_placed(_aval(program, operand)) for operand in equation.inputs):
+    if any(compat.is_placed(aval_of(program, operand)) for operand in equation.inputs):
         return False  # what is traced for them would have to be placed alike
     numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
-    array, index = (_aval(program, equation.inputs[at]) for at in (0, 1))
+    array, index = (aval_of(program, equation.inputs[at]) for at in (0, 1))
     rows = tuple(axis for axis in range(array.ndim) if axis not in numbers.scatter_dims_to_operand_dims)
     return (
         mode in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
@@ -67,33 +68,16 @@ def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int])
 def _compared(program: Program, equation: Equation, avals: list) -> list[Equation]:
     """The equations instead; their values are added to `avals`, but for the result, which keeps its number."""
     (axis,) = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
-    array, index, number = (_aval(program, operand) for operand in equation.inputs)
+    array, index, _ = (aval_of(program, operand) for operand in equation.inputs)
     rows = tuple(other for other in range(array.ndim) if other != axis)
     counted = index.dtype if jnp.iinfo(index.dtype).max >= array.shape[axis] else jnp.dtype("int32")
 
-    def put(index, number):
-        with compat.equation_context(equation.source_info, equation.context):
-            index, number = (
-                lax.broadcast_in_dim(lax.reshape(one, [array.shape[row] for row in rows]), array.shape, rows)
-                for one in (lax.convert_element_type(index, counted), number)
-            )
-            places = lax.broadcasted_iota(counted, array.shape, axis)
-            return lax.select(places == index, number, lax.full(array.shape, 0, array.dtype))
+    def put(index: jax.Array, number: jax.Array) -> jax.Array:
+        index, number = (
+            lax.broadcast_in_dim(lax.reshape(one, [array.shape[row] for row in rows]), array.shape, rows)
+            for one in (lax.convert_element_type(index, counted), number)
+        )
+        places = lax.broadcasted_iota(counted, array.shape, axis)
+        return lax.select(places == index, number, lax.full(array.shape, 0, array.dtype))
 
-    part = inline(jax.make_jaxpr(put)(*(jax.ShapeDtypeStruct(one.shape, one.dtype) for one in (index, number))))
-    known: dict[int, int | Constant] = dict(zip(part.inputs, equation.inputs[1:], strict=True))
-    known[part.outputs[0]] = equation.outputs[0]  # type: ignore[index]  # it is made, no constant
-    written = []
-    for one in part.equations:
-        for value in one.outputs:
-            if value not in known:
-                known[value] = len(avals)
-                avals.append(part.avals[value])
-        inputs = tuple(atom if isinstance(atom, Constant) else known[atom] for atom in one.inputs)
-        outputs = tuple(known[value] for value in one.outputs)
-        written.append(dataclasses.replace(one, inputs=inputs, outputs=outputs))
-    return written
-
-
-def _aval(program: Program, operand: int | Constant):
-    return operand.aval if isinstance(operand, Constant) else program.avals[operand]
+    return traced_instead(put, equation, equation.inputs[1:], avals)

@@ -1,0 +1,89 @@
+"""Products with vectors, which XLA's GPU compiler does as loops: they multiply, and sums are reductions as others.
+
+A product without a dimension to sum over is a multiplication, and so is one with a vector, before its sums, where both
+operands are vectors or the matrix is small (`HandleDot` in `algebraic_simplifier.cc`, and of GPUs
+`ShouldStrengthReduceDotToReduce`). A dimension of one is none.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import primitives as P
+
+from remat_opt.program import compat
+from remat_opt.program.inline import Equation, Program
+from remat_opt.program.traced import aval_of, traced_instead
+
+LARGEST = 10_000_000  # numbers of both operands, without what they have for each of a batch
+
+
+def with_vectors_by_loops(program: Program) -> Program:
+    """A program in which such products are multiplications and sums."""
+    avals, equations = list(program.avals), []
+    for equation in program.equations:
+        if equation.primitive is P.dot_general_p and _is_by_loops(program, equation):
+            equations += _multiplied(program, equation, avals)
+        else:
+            equations.append(equation)
+    return dataclasses.replace(program, avals=tuple(avals), equations=tuple(equations))
+
+
+def _is_by_loops(program: Program, equation: Equation) -> bool:
+    left, right = (aval_of(program, operand) for operand in equation.inputs)
+    if compat.is_placed(left) or compat.is_placed(right) or not left.size or not right.size:
+        return False
+    (contracted, _), (batched, _) = equation.params["dimension_numbers"]
+    batch, summed = (math.prod(left.shape[axis] for axis in axes) for axes in (batched, contracted))
+    rows, columns = (one.size // (batch * summed) for one in (left, right))
+    if summed == 1 or rows == columns == 1:
+        return True
+    return 1 in (rows, columns) and summed * (rows + columns) < LARGEST
+
+
+def _multiplied(program: Program, equation: Equation, avals: list[Any]) -> list[Equation]:
+    """The equations instead."""
+    contracted, batched = equation.params["dimension_numbers"]
+    made = program.avals[equation.outputs[0]]
+    shapes = [aval_of(program, operand).shape for operand in equation.inputs]
+    # The larger one stays as it is, and the other is spread over it; in an outer product both are over the result.
+    kept = int(math.prod(shapes[1]) > math.prod(shapes[0]))
+    other = 1 - kept
+    free = [
+        [axis for axis in range(len(shape)) if axis not in (*contracted[at], *batched[at])]
+        for at, shape in enumerate(shapes)
+    ]
+    is_outer = math.prod(shapes[other][axis] for axis in free[other]) > 1
+
+    def over_result(operands: tuple[jax.Array, ...], at: int) -> jax.Array:
+        array = lax.transpose(operands[at], (*batched[at], *free[at], *contracted[at]))
+        count = len(batched[at])
+        behind = len(free[0]) * at
+        places = (*range(count), *range(count + behind, count + behind + len(free[at])))
+        array = lax.reshape(array, [made.shape[place] for place in places])
+        return lax.broadcast_in_dim(array, made.shape, places)
+
+    def outer(*operands: jax.Array) -> jax.Array:
+        return over_result(operands, 0) * over_result(operands, 1)
+
+    def by_vector(*operands: jax.Array) -> jax.Array:
+        matrix, vector = operands[kept], operands[other]
+        axes = {*batched[other], *contracted[other]}
+        places = dict(zip((*batched[other], *contracted[other]), (*batched[kept], *contracted[kept]), strict=True))
+        order = sorted(axes, key=lambda axis: places[axis])
+        vector = lax.reshape(lax.transpose(vector, (*order, *free[other])), [vector.shape[axis] for axis in order])
+        vector = lax.broadcast_in_dim(vector, matrix.shape, [places[axis] for axis in order])
+        sums = (matrix * vector).sum(tuple(contracted[kept]))
+        left = [axis for axis in range(len(shapes[kept])) if axis not in contracted[kept]]
+        sums = lax.transpose(sums, [left.index(axis) for axis in (*batched[kept], *free[kept])])
+        return lax.reshape(sums, made.shape)
+
+    def multiply(*operands: jax.Array) -> jax.Array:
+        numbers = [lax.convert_element_type(operand, made.dtype) for operand in operands]
+        return outer(*numbers) if is_outer else by_vector(*numbers)
+
+    return traced_instead(multiply, equation, equation.inputs, avals)
