@@ -12,6 +12,7 @@ it, even a vector or a constant that is spread over an array.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import operator
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -222,9 +223,31 @@ class _Regions:
         aval = self.program.avals[self.equations[index].outputs[0]]
         if isinstance(x, Constant) or x in self.constants:
             number = self.number(x)
-            return None if number is None or not aval.shape else ("number", number, aval.shape, str(aval.dtype))
+            if number is None or not aval.shape:
+                return None
+            return ("number", number, aval.shape, str(aval.dtype), self.turned.get(self.equations[index].outputs[0]))
         given = self.program.avals[x]
         return ("value", self.behind([x]), given.shape, aval.shape) if given.size < aval.size else None
+
+    @functools.cached_property
+    def turned(self) -> dict[int, tuple[Hashable, ...]]:
+        """Of what is transposed, and of what is computed of arrays that all are alike, how, with the shapes that they
+        were given then: the compiler computes it of the arrays as they were (`reshape_mover.cc`)."""
+        found: dict[int, tuple[Hashable, ...]] = {}
+        for equation in self.program.equations:
+            given = found.get(equation.inputs[0]) if equation.inputs and isinstance(equation.inputs[0], int) else None
+            if equation.primitive is P.transpose_p:
+                found[equation.outputs[0]] = (*(given or ()), equation.params["permutation"])
+            elif equation.primitive is P.reshape_p and given is not None:
+                found[equation.outputs[0]] = (*given, self.program.avals[equation.outputs[0]].shape)
+            elif equation.primitive in _ARITHMETIC:
+                (result,) = equation.outputs
+                size = self.program.avals[result].size
+                arrays = [x for x in equation.inputs if isinstance(x, int) and x not in self.constants]
+                ways = {found.get(x) for x in arrays if self.program.avals[x].size == size}
+                if len(ways) == 1 and (way := ways.pop()) is not None:
+                    found[result] = way
+        return found
 
     def number(self, x: int | Constant) -> complex | None:
         """The number that a constant has in all its elements, where that is known."""

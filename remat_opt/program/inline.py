@@ -289,8 +289,12 @@ class _Inliner:
 
 
 def _does_nothing(equation: Any) -> bool:
-    """Whether an equation hands its operand on, as the reversal of a 1×1 kernel in a convolution's gradient. To a
-    compiler both are one buffer, which an update of that weight has to wait for."""
+    """Whether an equation hands its operand on: the reversal of a 1×1 kernel in a convolution's gradient, a pad by
+    nothing in a max-pool's second derivative. To a compiler both are one buffer, which an update of that weight has to
+    wait for."""
+    if equation.primitive is primitives.pad_p:
+        is_as_before = equation.outvars[0].aval == equation.invars[0].aval
+        return is_as_before and not any(map(any, equation.params["padding_config"]))
     if equation.primitive is not primitives.rev_p:
         return False
     shape = equation.outvars[0].aval.shape
