@@ -114,6 +114,25 @@ def test_what_is_spread_over_an_array_for_library_and_loop_is_an_array() -> None
     assert names(alone) == ["reduce_sum"]
 
 
+def test_a_number_is_spread_once_over_arrays_that_lie_alike() -> None:
+    """What is transposed is computed before, in another shape, so that nothing else reads what is spread for it."""
+
+    def alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (jnp.exp(x) * 2.0).sum(1), (jnp.exp(y) * 2.0).sum(1)
+
+    def turned(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return (jnp.exp(x) * 2.0).sum(1), (jnp.exp(y).T * 2.0).sum(1)
+
+    for fun, other, kernels in (
+        (alike, array(512, 128), ["broadcast", "reduce_sum", "reduce_sum"]),
+        (turned, array(128, 512), ["reduce_sum", "transpose", "reduce_sum"]),
+    ):
+        graph = graph_of(fun, array(512, 128), other)
+        assert names(graph) == kernels
+        measured = measure_flat(fun, [array(512, 128), other], target="cpu").temp_bytes
+        assert allocated_by(graph, "cpu") == pytest.approx(measured, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("fun", "kernels"),
     [

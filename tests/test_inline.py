@@ -330,6 +330,13 @@ def test_the_reversal_of_a_1x1_kernel_is_nothing() -> None:
     assert "rev" in names(assert_flat_and_equal(gradients, jnp.ones((3, 3, 3, 2))))
 
 
+def test_a_pad_by_nothing_is_nothing() -> None:
+    def padded(x: jax.Array) -> jax.Array:
+        return lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 0))) + lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0)))
+
+    assert names(assert_flat_and_equal(padded, X)) == ["pad", "add"]
+
+
 def test_pieces_of_an_array_are_taken_apart_one_by_one() -> None:
     def fun(x: jax.Array) -> list[jax.Array]:
         return [jnp.sin(row) for row in x]
