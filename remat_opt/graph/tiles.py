@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-_LANES, _SUBLANES = 128, 8
+LANES, _SUBLANES = 128, 8
 
 
 def padded_bytes(
@@ -31,7 +31,7 @@ def padded_bytes(
     if not count:
         return 0
     if len(shape) < 2:
-        return item * -(-count // _LANES) * _LANES
+        return item * -(-count // LANES) * LANES
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
     if is_image and last > 1 and shape[batch] >= _SUBLANES:
@@ -119,7 +119,7 @@ def _few(rows: int) -> int:
 def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int, rows: int = _SUBLANES) -> int:
     """With one dimension in the lanes and one in the sublanes, of which a tile has some rows."""
     others = math.prod(shape) // (shape[lanes] * shape[sublanes])
-    return item * others * _up(shape[lanes], _LANES) * _up(shape[sublanes], rows)
+    return item * others * _up(shape[lanes], LANES) * _up(shape[sublanes], rows)
 
 
 def _up(size: int, multiple: int) -> int:
