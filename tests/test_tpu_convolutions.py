@@ -76,6 +76,34 @@ def test_grouped_convolutions_keep_their_operands() -> None:
     assert not exchanges_operands(program.equations[-1], program)
 
 
+@pytest.mark.parametrize(
+    ("examples", "features", "groups", "padded"),
+    [
+        (32, 128, 32, 128 * 128),  # four features each: 32 examples in 128 lanes
+        (32, 256, 4, 32 * 4 * 128),  # 64 features each: they are more than the examples
+        (8, 128, 16, 8 * 16 * 128),  # as many
+        (32, 128, 128, None),  # one feature each
+        (32, 256, 2, None),  # each fills the lanes
+    ],
+)
+def test_a_convolution_in_groups_has_more_of_batch_and_features_in_the_lanes(
+    examples: int, features: int, groups: int, padded: int | None
+) -> None:
+    """As libtpu's dumps have them: bf16[32,64,64,32,4]{0,4,3,2,1}, f32[32,64,64,4,64]{4,0,3,2,1}."""
+
+    def step(x: jax.Array, filters: jax.Array) -> jax.Array:
+        given = {"feature_group_count": groups, "dimension_numbers": NUMBERS}
+        image = lax.conv_general_dilated(x * 2, filters, (1, 1), "SAME", **given)
+        return convolve(image, jnp.ones((1, 1, features, 8)))
+
+    side = 256  # beyond what the chip takes
+    graph = graph_of(step, (examples, side, side, features), (3, 3, features // groups, features))
+    copies = sizes_of(graph, "copy")
+    found = [size for size in copies if padded is not None and size == side * side * padded * 2]
+    assert len(found) == (padded is not None)
+    assert bool(copies) == (padded is not None)
+
+
 def test_windows_that_take_one_element_each_keep_their_operands() -> None:
     """Each number of the image is between zeros, as a grouped convolution is written."""
 

@@ -5,8 +5,8 @@ Kernels of their own are:
 
 - a copy of an image that the step is given, where that lies with neither batch nor features in the lanes;
 - a slice that is a piece of a concatenation;
-- an image of a convolution in groups of several features, which are fewer than the batch: with the batch in the lanes,
-  as the result is, which is copied back, too (of one feature each, as depthwise, they lie as others);
+- an image of a convolution in groups of several features: with the batch in the lanes, or with a group's features if
+  they are more, and so is the result, which is copied back (of one feature each, as depthwise, they lie as others);
 - an operand reversed. XLA takes the larger one in space for the image (`conv_operand_swapper.cc`), as of the gradient
   of a transposed convolution's weights, and a filter that was an image is reversed before.
 """
@@ -34,8 +34,8 @@ ROUNDED_SLICE = "slice in two bytes"
 
 def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     """A convolution, before it the copies that it reads: each is made once for all convolutions that read it."""
-    if _is_by_groups(equation, reader.program):
-        return _by_groups(reader, equation, op)
+    if lanes := _lanes_of_groups(equation, reader.program):
+        return _by_groups(reader, equation, op, *lanes)
     copies: list[Op] = []
     instead: dict[int, int] = {}
     for x in reader.variables(equation):
@@ -54,30 +54,26 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
 
 
-def _is_by_groups(equation: Equation, program: Program) -> bool:
-    """Whether a convolution is in groups, of several features each, which would fill fewer lanes than the batch."""
+def _lanes_of_groups(equation: Equation, program: Program) -> tuple[int, int] | None:
+    """What lies in the lanes of images of a convolution in groups, or of a gradient of its weights, and how many lanes
+    there are for it: the batch, or the features of a group, whichever are more. None for one group, for groups of one
+    feature each, and for those that fill lanes."""
     params = equation.params
     groups = params["feature_group_count"] * params["batch_group_count"]
-    if groups == 1:
-        return False
-    examples, features = _examples_and_features(equation, program)
-    return groups < features and features // groups < examples
-
-
-def _examples_and_features(equation: Equation, program: Program) -> tuple[int, int]:
-    """Of the images of a convolution in groups, or of a gradient of its weights, which has them as features."""
-    (batch, features, *_), image = equation.params["dimension_numbers"].lhs_spec, equation.inputs[0]
+    (batch, features, *_), image = params["dimension_numbers"].lhs_spec, equation.inputs[0]
     shape = (image.aval if isinstance(image, Constant) else program.avals[image]).shape
-    if equation.params["batch_group_count"] > 1:
+    if params["batch_group_count"] > 1:  # what a gradient of weights sums over are the images
         batch, features = features, batch
-    return shape[batch], shape[features]
+    in_group = shape[features] // groups
+    if groups == 1 or not 1 < in_group < LANES:
+        return None
+    within = max(shape[batch], in_group)
+    return within, -(-within // LANES) * LANES
 
 
-def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
+def _by_groups(reader: TpuReader, equation: Equation, op: Op, within: int, lanes: int) -> list[Op]:
     """A convolution in groups, or a gradient of its weights, with the copies of images that it reads and makes."""
     is_gradient = equation.params["batch_group_count"] > 1
-    examples, _ = _examples_and_features(equation, reader.program)
-    lanes = -(-examples // LANES) * LANES
     copies: list[Op] = []
     instead: dict[int, int] = {}
     for x in equation.inputs if is_gradient else equation.inputs[:1]:
@@ -86,7 +82,7 @@ def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
         read = reader.behind([x])
         key = ("groups", x, *read)
         if key not in reader.copies:
-            reader.copies[key] = reader.new(reader.program.avals[x].size // examples * lanes * _MULTIPLIED)
+            reader.copies[key] = reader.new(reader.program.avals[x].size // within * lanes * _MULTIPLIED)
             copies.append(Op(read, (reader.copies[key],), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
         instead[reader.buffer(x)] = reader.copies[key]
     op = dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))
@@ -94,7 +90,7 @@ def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
         return [*copies, op]
     (result,) = op.outputs
     aval = reader.program.avals[result]
-    made = reader.new(aval.size // examples * lanes * compat.item_bytes(aval.dtype))
+    made = reader.new(aval.size // within * lanes * compat.item_bytes(aval.dtype))
     return [*copies, dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=Kind.OPAQUE, name="copy")]
 
 
