@@ -60,9 +60,10 @@ FEW, MANY = LARGEST // 64 - 2, LARGEST // 64
         ((1, 64), (64, MANY), "an,nk->ak", 1),
         ((MANY * 64,), (MANY * 64,), "n,n->", 0),  # two vectors, however long
         ((4096, 1), (1, 4096), "na,ak->nk", 0),  # nothing to sum
-        ((8, 256), (8, 256), "bn,bn->b", 0),
+        ((8, 64, 1), (8, 1, 64), "bna,bak->bnk", 0),
+        ((8, 256), (8, 256), "bn,bn->b", 1),  # of a batch, see there
         ((2, 64), (64, 8), "an,nk->ak", 1),
-        ((8, 2, 64), (8, 64), "ban,bn->ba", 0),
+        ((8, 2, 64), (8, 64), "ban,bn->ba", 1),
     ],
 )
 def test_which_products_are_loops(left: tuple, right: tuple, spec: str, left_over: int) -> None:
