@@ -85,7 +85,7 @@ def _multiplied(program: Program, equation: Equation, avals: list[Any]) -> list[
         order = sorted(axes, key=lambda axis: places[axis])
         vector = lax.reshape(lax.transpose(vector, (*order, *free[other])), [vector.shape[axis] for axis in order])
         vector = lax.broadcast_in_dim(vector, matrix.shape, [places[axis] for axis in order])
-        sums = (matrix * vector).sum(tuple(contracted[kept]))
+        sums = (matrix * vector).sum(tuple(contracted[kept]), dtype=made.dtype)
         left = [axis for axis in range(len(shapes[kept])) if axis not in contracted[kept]]
         sums = lax.transpose(sums, [left.index(axis) for axis in (*batched[kept], *free[kept])])
         return lax.reshape(sums, made.shape)
