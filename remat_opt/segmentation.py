@@ -93,7 +93,7 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
         Whatever JAX raises for a program that has no reverse derivative.
     """
     avals = [program.avals[value] for value in program.inputs]
-    outputs = [x.aval if isinstance(x, Constant) else program.avals[x] for x in program.outputs]
+    outputs = [program.aval_of(x) for x in program.outputs]
     if not any(map(compat.is_inexact, avals)) or not any(map(compat.is_inexact, outputs)):
         return None
     closed = _forward_and_backward(lambda arguments: evaluate(program, arguments, _tie), avals, outputs)

@@ -73,11 +73,12 @@ def test_which_products_are_loops(left: tuple, right: tuple, spec: str, left_ove
     assert products(with_vectors_by_loops(program)) == left_over
 
 
-def test_a_number_type_to_sum_in_is_kept() -> None:
-    args = [jnp.ones((3, 4), jnp.bfloat16), jnp.ones(4, jnp.bfloat16)]
-    function = jax.make_jaxpr(lambda x, y: jnp.matmul(x, y, preferred_element_type=jnp.float32))
-    (found,) = jax.jit(emit_of(with_vectors_by_loops(inline(function(*args)))))(args)
-    assert found.dtype == jnp.float32
+@pytest.mark.parametrize(("given", "made"), [("bfloat16", "float32"), ("int8", "int8")])
+def test_the_number_type_is_the_products(given: str, made: str) -> None:
+    args = [jnp.ones((3, 4), given), jnp.ones(4, given)]
+    traced = jax.make_jaxpr(lambda x, y: lax.dot_general(x, y, (((1,), (0,)), ((), ())), preferred_element_type=made))
+    (found,) = jax.jit(emit_of(with_vectors_by_loops(inline(traced(*args)))))(args)
+    assert found.dtype == made
 
 
 def test_what_is_summed_with_weights_is_not_stored() -> None:

@@ -193,7 +193,7 @@ class _Regions:
         return pays and (equation.primitive in _ARITHMETIC or _reduces(equation))
 
     def avals_of(self, values: Iterable[int | Constant]) -> list[Any]:
-        return [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in values]
+        return [self.program.aval_of(x) for x in values]
 
     def spread_for(self, region: _Region) -> dict[Hashable, tuple[tuple[int, ...], Any]]:
         """What a kernel reads spread over an array and others do, too: compilers make one array for all."""

@@ -169,7 +169,7 @@ def draws_by_arithmetic(equation: Equation, program: Program) -> bool:
     is too much to be done in every kernel that reads them."""
     if equation.primitive is not P.random_bits_p:
         return False
-    (key,) = (x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs)
+    (key,) = (program.aval_of(x) for x in equation.inputs)
     return str(key.dtype) == "key<fry>"
 
 
@@ -178,7 +178,7 @@ def product_orders(equation: Equation, program: Program) -> tuple[tuple[int, ...
     of the batch, and then for the first one those that stay and those that are summed over, for the second one the
     other way round."""
     summed, batch = equation.params["dimension_numbers"]
-    ranks = [len((x.aval if isinstance(x, Constant) else program.avals[x]).shape) for x in equation.inputs]
+    ranks = [len(program.aval_of(x).shape) for x in equation.inputs]
     orders = []
     for rank, over, of_batch, stays_first in zip(ranks, summed, batch, (True, False), strict=True):
         stays = tuple(axis for axis in range(rank) if axis not in over and axis not in of_batch)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Equation, Program
 
 Sides = tuple[tuple[int, int, int], ...]  # for each dimension of an image: elements before and behind it, and dilation
 
@@ -37,7 +37,7 @@ def written_for(equation: Equation, program: Program, *, is_reversed: bool) -> W
         program: that it is an equation of.
         is_reversed: whether its kernel is reversed, as for the gradient by the image.
     """
-    image, kernel = ((x.aval if isinstance(x, Constant) else program.avals[x]).shape for x in equation.inputs)
+    image, kernel = (program.aval_of(x).shape for x in equation.inputs)
     result = program.avals[equation.outputs[0]].shape
     params, numbers = equation.params, equation.params["dimension_numbers"]
     sizes = [image[axis] for axis in numbers.lhs_spec[2:]]

@@ -96,7 +96,7 @@ def orders_of_loop(params: Mapping[str, Any]) -> tuple[Order | None, ...]:
 
 def is_gradient_by_kernel(equation: Equation, program: Program) -> bool:
     """Whether a convolution's window is an image, and its result a kernel."""
-    image, window = ((x.aval if isinstance(x, Constant) else program.avals[x]).shape for x in equation.inputs)
+    image, window = (program.aval_of(x).shape for x in equation.inputs)
     numbers, params = equation.params["dimension_numbers"], equation.params
     windows = math.prod(window[axis] for axis in numbers.rhs_spec[2:])
     if max(params["lhs_dilation"], default=1) > 1:

@@ -15,7 +15,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.graph.build import bytes_of
 from remat_opt.graph.dependencies import Dependencies
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Equation, Program
 
 SMALL = 32 * 2**20  # bytes of operands and result (XLA's `xla_gpu_dot_merger_threshold_mb`)
 _FRAGMENT = 64  # operands whose sides are multiples lie side by side for the product alone,
@@ -34,7 +34,7 @@ class Matrices(NamedTuple):
     @classmethod
     def of(cls, equation: Equation, program: Program) -> Matrices:
         """Of a `dot_general`."""
-        avals = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+        avals = [program.aval_of(x) for x in equation.inputs]
         (contracted, _), (batched, _) = equation.params["dimension_numbers"]
         summed = math.prod(avals[0].shape[axis] for axis in contracted)
         batch = math.prod(avals[0].shape[axis] for axis in batched)

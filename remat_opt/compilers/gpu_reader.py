@@ -56,7 +56,7 @@ class GpuReader(ScatterReader):
         (op, *more) = super().ops_of(equation)
         if equation.primitive is P.dot_general_p:
             op = self.product(equation)
-            operands = [x.aval if isinstance(x, Constant) else self.program.avals[x] for x in equation.inputs]
+            operands = [self.program.aval_of(x) for x in equation.inputs]
             result = self.program.avals[equation.outputs[0]]
             split = split_of(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)

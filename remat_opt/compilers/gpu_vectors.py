@@ -21,7 +21,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
-from remat_opt.program.traced import aval_of, traced_instead
+from remat_opt.program.traced import traced_instead
 
 LARGEST = 10_000_000  # numbers of both operands
 
@@ -38,7 +38,7 @@ def with_vectors_by_loops(program: Program) -> Program:
 
 
 def _is_by_loops(program: Program, equation: Equation) -> bool:
-    left, right = (aval_of(program, operand) for operand in equation.inputs)
+    left, right = (program.aval_of(operand) for operand in equation.inputs)
     if compat.is_placed(left) or compat.is_placed(right) or not left.size or not right.size:
         return False
     (contracted, _), (batched, _) = equation.params["dimension_numbers"]
@@ -57,15 +57,12 @@ def _multiplied(program: Program, equation: Equation, avals: list[Any]) -> list[
     """The equations instead."""
     contracted, batched = equation.params["dimension_numbers"]
     made = program.avals[equation.outputs[0]]
-    shapes = [aval_of(program, operand).shape for operand in equation.inputs]
-    # The larger one stays as it is, and the other is spread over it; in an outer product both are over the result.
-    kept = int(math.prod(shapes[1]) > math.prod(shapes[0]))
-    other = 1 - kept
+    shapes = [program.aval_of(operand).shape for operand in equation.inputs]
     free = [
         [axis for axis in range(len(shape)) if axis not in (*contracted[at], *batched[at])]
         for at, shape in enumerate(shapes)
     ]
-    is_outer = math.prod(shapes[other][axis] for axis in free[other]) > 1
+    is_summed = math.prod(shapes[0][axis] for axis in contracted[0]) > 1
 
     def over_result(operands: tuple[jax.Array, ...], at: int) -> jax.Array:
         array = lax.transpose(operands[at], (*batched[at], *free[at], *contracted[at]))
@@ -79,19 +76,20 @@ def _multiplied(program: Program, equation: Equation, avals: list[Any]) -> list[
         return over_result(operands, 0) * over_result(operands, 1)
 
     def by_vector(*operands: jax.Array) -> jax.Array:
-        matrix, vector = operands[kept], operands[other]
-        axes = {*batched[other], *contracted[other]}
-        places = dict(zip((*batched[other], *contracted[other]), (*batched[kept], *contracted[kept]), strict=True))
-        order = sorted(axes, key=lambda axis: places[axis])
-        vector = lax.reshape(lax.transpose(vector, (*order, *free[other])), [vector.shape[axis] for axis in order])
-        vector = lax.broadcast_in_dim(vector, matrix.shape, [places[axis] for axis in order])
-        sums = (matrix * vector).sum(tuple(contracted[kept]), dtype=made.dtype)
-        left = [axis for axis in range(len(shapes[kept])) if axis not in contracted[kept]]
-        sums = lax.transpose(sums, [left.index(axis) for axis in (*batched[kept], *free[kept])])
-        return lax.reshape(sums, made.shape)
+        """The vector over the matrix, which stays as it is; all other dimensions of the vector are one, and so is the
+        batch."""
+        kept = int(operands[1].size > operands[0].size)
+        matrix, vector = operands[kept], operands[1 - kept]
+        places, axes = contracted[kept], contracted[1 - kept]
+        order = sorted(range(len(places)), key=lambda at: places[at])
+        left = [axis for axis in range(vector.ndim) if axis not in axes]
+        turned = lax.transpose(vector, (*(axes[at] for at in order), *left))
+        vector = lax.reshape(turned, [matrix.shape[places[at]] for at in order])
+        vector = lax.broadcast_in_dim(vector, matrix.shape, [places[at] for at in order])
+        return lax.reshape((matrix * vector).sum(tuple(places), dtype=made.dtype), made.shape)
 
     def multiply(*operands: jax.Array) -> jax.Array:
         numbers = [lax.convert_element_type(operand, made.dtype) for operand in operands]
-        return outer(*numbers) if is_outer else by_vector(*numbers)
+        return by_vector(*numbers) if is_summed else outer(*numbers)
 
     return traced_instead(multiply, equation, equation.inputs, avals)

@@ -14,6 +14,7 @@ Kernels of their own are:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
@@ -34,8 +35,8 @@ ROUNDED_SLICE = "slice in two bytes"
 
 def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     """A convolution, before it the copies that it reads: each is made once for all convolutions that read it."""
-    if lanes := _lanes_of_groups(equation, reader.program):
-        return _by_groups(reader, equation, op, *lanes)
+    if _is_by_groups(equation, reader.program):
+        return _by_groups(reader, equation, op)
     copies: list[Op] = []
     instead: dict[int, int] = {}
     for x in reader.variables(equation):
@@ -54,43 +55,44 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
 
 
-def _lanes_of_groups(equation: Equation, program: Program) -> tuple[int, int] | None:
-    """What lies in the lanes of images of a convolution in groups, or of a gradient of its weights, and how many lanes
-    there are for it: the batch, or the features of a group, whichever are more. None for one group, for groups of one
-    feature each, and for those that fill lanes."""
+def _is_by_groups(equation: Equation, program: Program) -> bool:
+    """Whether a convolution is in groups of several features, which do not fill the lanes."""
     params = equation.params
     groups = params["feature_group_count"] * params["batch_group_count"]
-    (batch, features, *_), image = params["dimension_numbers"].lhs_spec, equation.inputs[0]
-    shape = (image.aval if isinstance(image, Constant) else program.avals[image]).shape
-    if params["batch_group_count"] > 1:  # what a gradient of weights sums over are the images
-        batch, features = features, batch
-    in_group = shape[features] // groups
-    if groups == 1 or not 1 < in_group < LANES:
-        return None
-    within = max(shape[batch], in_group)
-    return within, -(-within // LANES) * LANES
+    # Of a gradient of weights what is summed over are the images, and their features are what it takes for these.
+    features = params["dimension_numbers"].lhs_spec[params["batch_group_count"] == 1]
+    return groups > 1 and 1 < program.aval_of(equation.inputs[0]).shape[features] // groups < LANES
 
 
-def _by_groups(reader: TpuReader, equation: Equation, op: Op, within: int, lanes: int) -> list[Op]:
+def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     """A convolution in groups, or a gradient of its weights, with the copies of images that it reads and makes."""
-    is_gradient = equation.params["batch_group_count"] > 1
+    params, numbers = equation.params, equation.params["dimension_numbers"]
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    is_gradient = params["batch_group_count"] > 1
+
+    def size_of(image: int, spec: Sequence[int], item: int) -> int:
+        aval = reader.program.avals[image]
+        examples, in_group = aval.shape[spec[is_gradient]], aval.shape[spec[not is_gradient]] // groups
+        others = aval.size // (examples * in_group)
+        return bytes_with_features_or_batch_in_lanes((others, examples, in_group), item, 1, 2)
+
     copies: list[Op] = []
     instead: dict[int, int] = {}
-    for x in equation.inputs if is_gradient else equation.inputs[:1]:
+    specs = (numbers.lhs_spec, numbers.rhs_spec) if is_gradient else (numbers.lhs_spec,)
+    for x, spec in zip(equation.inputs, specs, strict=False):
         if isinstance(x, Constant) or x in reader.constants:
             continue
         read = reader.behind([x])
         key = ("groups", x, *read)
         if key not in reader.copies:
-            reader.copies[key] = reader.new(reader.program.avals[x].size // within * lanes * _MULTIPLIED)
+            reader.copies[key] = reader.new(size_of(x, spec, _MULTIPLIED))
             copies.append(Op(read, (reader.copies[key],), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
         instead[reader.buffer(x)] = reader.copies[key]
     op = dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))
     if is_gradient:
         return [*copies, op]
     (result,) = op.outputs
-    aval = reader.program.avals[result]
-    made = reader.new(aval.size // within * lanes * compat.item_bytes(aval.dtype))
+    made = reader.new(size_of(result, numbers.out_spec, compat.item_bytes(reader.program.avals[result].dtype)))
     return [*copies, dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=Kind.OPAQUE, name="copy")]
 
 
@@ -132,7 +134,7 @@ def exchanges_operands(equation: Equation, program: Program) -> bool:
     params = equation.params
     if params["feature_group_count"] > 1 or params["batch_group_count"] > 1:
         return False
-    shapes = [(x.aval if isinstance(x, Constant) else program.avals[x]).shape for x in equation.inputs]
+    shapes = [program.aval_of(x).shape for x in equation.inputs]
     numbers = params["dimension_numbers"]
     filters = images = 1
     for at, (image_at, filter_at) in enumerate(zip(numbers.lhs_spec[2:], numbers.rhs_spec[2:], strict=True)):

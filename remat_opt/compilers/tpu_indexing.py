@@ -13,7 +13,7 @@ from typing import Any
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.tiles import elements_by_rows
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Equation, Program
 from remat_opt.program.primitives import named
 
 SCATTERS = named("scatter scatter_add scatter_mul scatter_min scatter_max scatter_sub")
@@ -28,7 +28,7 @@ def seconds_by_index(equation: Equation, program: Program) -> float:
 
     def shape_of(operand: int) -> tuple[int, ...]:
         x = equation.inputs[operand]
-        aval: Any = x.aval if isinstance(x, Constant) else program.avals[x]
+        aval: Any = program.aval_of(x)
         return aval.shape
 
     if equation.primitive is P.gather_p:

@@ -161,7 +161,7 @@ class _Cutter:
         return self.parts
 
     def shape(self, x: int | Constant) -> tuple[int, ...]:
-        return tuple((x.aval if isinstance(x, Constant) else self.program.avals[x]).shape)
+        return tuple(self.program.aval_of(x).shape)
 
     def row(self, equation: Equation) -> _Row:
         image, kernel = equation.inputs

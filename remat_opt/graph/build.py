@@ -282,7 +282,7 @@ def _shares_tiles(program: Program) -> Callable[[Equation], bool]:
     images = images_of(program)
 
     def bytes_in_tiles(value: int | Constant) -> int:
-        aval = value.aval if isinstance(value, Constant) else program.avals[value]
+        aval = program.aval_of(value)
         return padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
 
     def shares(equation: Equation) -> bool:
@@ -296,7 +296,7 @@ def _shares_tiles(program: Program) -> Callable[[Equation], bool]:
 
 def workspace_of(equation: Equation, program: Program, platform: str) -> int:
     """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
-    operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+    operands = [program.aval_of(x) for x in equation.inputs]
     if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
         return _scatter_workspace(operands[0], operands[1], platform)
     if equation.primitive is P.concatenate_p and platform == "cpu":

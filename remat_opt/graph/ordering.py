@@ -211,17 +211,19 @@ def _roots(graph: Graph) -> list[int]:
     return [root for root in dict.fromkeys(found) if root >= 0]
 
 
-def _post_order(graph: Graph, makers: Sequence[Sequence[int]], first: Callable[[int], tuple]) -> tuple[int, ...]:
-    """What each result needs, depth first, what an op needs in the order of a key.
+def _post_order(
+    roots: Sequence[int], makers: Sequence[Sequence[int]], first: Callable[[int], tuple]
+) -> tuple[int, ...]:
+    """What each result needs, depth first, what an op needs in the order of a key; then all else.
 
     Args:
-        graph: of kernels.
+        roots: what makes the results.
         makers: of each op what it needs.
         first: the key.
     """
     order: list[int] = []
-    done = [False] * len(graph.ops)
-    for root in (*sorted(_roots(graph), key=first), *range(len(graph.ops))):
+    done = [False] * len(makers)
+    for root in (*sorted(roots, key=first), *range(len(makers))):
         stack = [(root, False)]
         while stack:
             op, is_ready = stack.pop()
@@ -251,11 +253,12 @@ def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int,
     sizes = [0] * len(graph.ops)
     total, most = 0, _instructions(graph) if listed is None else len(listed)
     makers = _makers(graph)
-    for index in _post_order(graph, makers, lambda op: ()) if listed is None else listed:
+    roots = _roots(graph)
+    for index in _post_order(roots, makers, lambda op: ()) if listed is None else listed:
         op = graph.ops[index]
         users = {user for value in op.outputs for user in graph.users[value]}
         made = sum(graph.sizes[value] for value in op.outputs)
         total += made
         extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers[index]), most)
         sizes[index] = min(made + sum(sizes[m] for m in makers[index]), total)
-    return _post_order(graph, makers, lambda op: (-extra[op], -sizes[op], op))
+    return _post_order(roots, makers, lambda op: (-extra[op], -sizes[op], op))

@@ -13,14 +13,14 @@ from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
 from remat_opt.program.images import POOLS
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.inline import Equation, Program
 from remat_opt.program.pooling import BOTH, PLACES, SPREAD, Part
 from remat_opt.program.primitives import MOVES
 
 
 def flops_of(equation: Equation, program: Program) -> float:
     """FLOPs of one equation: 2·m·n·k for products, loops times their length, one an element for the rest."""
-    operands = [x.aval if isinstance(x, Constant) else program.avals[x] for x in equation.inputs]
+    operands = [program.aval_of(x) for x in equation.inputs]
     results = [program.avals[x] for x in equation.outputs]
     return _flops(equation.primitive, equation.params, operands, results)
 

@@ -66,6 +66,10 @@ class Program:
 
     compares: bool = False  # what puts one number into each row of zeros is a comparison, in its loops' bodies, too
 
+    def aval_of(self, x: int | Constant) -> Any:
+        """The type of what an equation reads."""
+        return x.aval if isinstance(x, Constant) else self.avals[x]
+
     @property
     def has_references(self) -> bool:
         """Whether it reads or writes mutable references."""

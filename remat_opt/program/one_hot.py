@@ -22,7 +22,7 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
 from remat_opt.program.masks import is_zero
 from remat_opt.program.platforms import GPUS
-from remat_opt.program.traced import aval_of, traced_instead
+from remat_opt.program.traced import traced_instead
 
 FUSING_PLATFORMS = GPUS | {"tpu"}
 
@@ -49,10 +49,10 @@ def by_comparison(program: Program) -> Program:
 def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int]) -> bool:
     if equation.primitive is not primitives.scatter_add_p or equation.inputs[0] not in zeros:
         return False
-    if any(compat.is_placed(aval_of(program, operand)) for operand in equation.inputs):
+    if any(compat.is_placed(program.aval_of(operand)) for operand in equation.inputs):
         return False  # what is traced for them would have to be placed alike
     numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
-    array, index = (aval_of(program, equation.inputs[at]) for at in (0, 1))
+    array, index = (program.aval_of(equation.inputs[at]) for at in (0, 1))
     rows = tuple(axis for axis in range(array.ndim) if axis not in numbers.scatter_dims_to_operand_dims)
     return (
         mode in (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
@@ -68,7 +68,7 @@ def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int])
 def _compared(program: Program, equation: Equation, avals: list) -> list[Equation]:
     """The equations instead; their values are added to `avals`, but for the result, which keeps its number."""
     (axis,) = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
-    array, index, _ = (aval_of(program, operand) for operand in equation.inputs)
+    array, index, _ = (program.aval_of(operand) for operand in equation.inputs)
     rows = tuple(other for other in range(array.ndim) if other != axis)
     counted = index.dtype if jnp.iinfo(index.dtype).max >= array.shape[axis] else jnp.dtype("int32")
 

@@ -9,12 +9,7 @@ from typing import Any
 import jax
 
 from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline
-
-
-def aval_of(program: Program, operand: int | Constant) -> Any:
-    """The type of what an equation reads."""
-    return operand.aval if isinstance(operand, Constant) else program.avals[operand]
+from remat_opt.program.inline import Constant, Equation, inline
 
 
 def traced_instead(
