@@ -4,7 +4,8 @@ import functools
 from typing import Any
 
 import jax
-from training_steps import STEPS, smaller_case
+from smaller_steps import smaller_case
+from training_steps import STEPS
 
 from remat_opt.examples import EXAMPLES, make_example
 from remat_opt.graph.build import build
@@ -23,7 +24,13 @@ PLAIN_STEPS = [name for name, case in STEPS.items() if not name.startswith(("nnx
 
 @functools.cache
 def graph_of(name: str, target: str = "h200", *, small: bool = False) -> Graph:
-    """The graph of a smaller step of `STEPS` or of an example or its small twin, its state donated, with a target's costs."""
+    """The graph of a step, its state donated, with a target's costs.
+
+    Args:
+        name: of `smaller_steps`, or of an example.
+        target: whose costs.
+        small: whether it is the example's small twin.
+    """
     if name in EXAMPLES:
         example = make_example(name, small=small)
         traced = jax.jit(example.train_step, donate_argnums=0).trace(*example.abstract_args)

@@ -5,7 +5,7 @@ temporary memory on the CPU. Those built by `jax.jit`, `nnx.jit` or `eqx.filter_
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ INPUTS, OUTPUTS = 32, 8
 class StepCase:
     """`step(*make_args(), **make_kwargs())` is one training step; `flat` if its jaxpr has no loop.
 
-    `make_args` may take sizes: those that `SMALLER` says.
+    `make_args` may take sizes: those of `smaller_steps.SMALLER`.
     """
 
     name: str
@@ -388,23 +388,3 @@ STEPS: dict[str, Callable[[], StepCase]] = {
     "keyword_and_static": keyword_and_static_case,
     "micro_batches": micro_batches_case,
 }
-
-# Sizes at which a test sees the same, sooner. The benchmarks keep figures of the full ones.
-SMALLER: dict[str, dict[str, int]] = {
-    **dict.fromkeys(
-        ("transformer", "dropout", "checkpoint_blocks", "checkpoint_policy", "hand_written_attention"),
-        {"layers": 4, "batch": 8},
-    ),
-    "mlp": {"hidden_layers": 12},
-    "gan": {"hidden_layers": 5},
-    "nnx": {"hidden_layers": 5},
-    "nnx_jit": {"hidden_layers": 5},
-    "mixed_precision": {"hidden_layers": 8},
-    "micro_batches": {"hidden_layers": 8},
-}
-
-
-def smaller_case(name: str) -> StepCase:
-    """A case of `STEPS` at the size of `SMALLER`."""
-    case = STEPS[name]()
-    return replace(case, make_args=partial(case.make_args, **SMALLER.get(name, {})))
