@@ -60,6 +60,7 @@ def measure_row(row: Row) -> dict[str, Any]:
 
     import remat_opt
     from benchmarks.loop_networks import NETWORKS
+    from remat_opt.measuring import measure_step
     from tests.flop_walk import flops_of
 
     given, args = NETWORKS[row.network]()
@@ -70,7 +71,7 @@ def measure_row(row: Row) -> dict[str, Any]:
         warnings.simplefilter("ignore", remat_opt.RematWarning)
         plan = step.plan(*args)
     seconds = time.perf_counter() - started
-    with_plain = remat_opt.measure(plain, *args, target=TARGET) if row.budget is None else None
+    with_plain = measure_step(step, None, True, args, {}) if row.budget is None else None  # as it was planned just now
     optimized = with_plain.optimized if with_plain is not None else plan.measured
     figures = with_plain.plain if with_plain is not None else plan.plain_measured
     assert figures is not None, "an H200's compiler refuses nothing"

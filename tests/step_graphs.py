@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 import jax
+from smaller_steps import smaller_case
 from training_steps import STEPS
 
 from remat_opt.examples import EXAMPLES, make_example
@@ -14,21 +15,27 @@ from remat_opt.program.inline import inline
 from remat_opt.targets import resolve_target
 
 NETWORKS = ("resnet50", "densenet121", "vgg16", "alexnet")
-# The small twins of the examples, those of the same file that are no different left out.
+# The small twins of the examples, left out those of the same file that are no different, and of `NETWORKS`.
 _ALIKE = ("vgg1", "resnet3", "resnet101", "resnet152", "resnet200", "densenet16", "densenet2", "wide_resnet28_1")
 _ALIKE += ("gpt", "dynamicconv_wmt", "transformer_big", "randwire_regular")
-TWINS = tuple(name for name in EXAMPLES if not name.startswith(_ALIKE) and not name.endswith("_scan"))
+TWINS = tuple(name for name in EXAMPLES if not name.startswith((*_ALIKE, *NETWORKS)) and not name.endswith("_scan"))
 PLAIN_STEPS = [name for name, case in STEPS.items() if not name.startswith(("nnx", "equinox"))]
 
 
 @functools.cache
 def graph_of(name: str, target: str = "h200", *, small: bool = False) -> Graph:
-    """The graph of a step of `STEPS` or of an example or its small twin, its state donated, with a target's costs."""
+    """The graph of a step, its state donated, with a target's costs.
+
+    Args:
+        name: of `smaller_steps`, or of an example.
+        target: whose costs.
+        small: whether it is the example's small twin.
+    """
     if name in EXAMPLES:
         example = make_example(name, small=small)
         traced = jax.jit(example.train_step, donate_argnums=0).trace(*example.abstract_args)
     else:
-        case = STEPS[name]()
+        case = smaller_case(name)
         jitted: Any = case.step if hasattr(case.step, "trace") else jax.jit(case.step)
         traced = jitted.trace(*case.make_args(), **case.make_kwargs())
     donated = tuple(leaf.donated for leaf in jax.tree.leaves(traced.args_info))

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from remat_opt import RematWarning, optimize
 
-WIDTH, LAYERS, BATCH = 16, 6, 128
+WIDTH, LAYERS, BATCH = 16, 4, 128
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing will be saved on the CPU:remat_opt.RematWarning")
 

@@ -265,7 +265,7 @@ def test_else_it_reads_the_exponential_as_it_is(changed: dict[str, Op]) -> None:
 @pytest.mark.filterwarnings("ignore:remat_opt. .*step. planned for h200")
 def test_the_gpu_compiler_does_not_keep_the_scores_of_attention_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     case = STEPS["hand_written_attention"]()
-    args = case.make_args()
+    args = case.make_args(layers=3)
 
     def temp_bytes() -> int:
         flat = compat.function_of_jaxpr(optimize(case.step, target="h200").trace(*args))

@@ -27,11 +27,14 @@ INPUTS, OUTPUTS = 32, 8
 
 @dataclass(frozen=True)
 class StepCase:
-    """`step(*make_args(), **make_kwargs())` is one training step; `flat` if its jaxpr has no loop."""
+    """`step(*make_args(), **make_kwargs())` is one training step; `flat` if its jaxpr has no loop.
+
+    `make_args` may take sizes: those of `smaller_steps.SMALLER`.
+    """
 
     name: str
     step: Callable[..., Any]
-    make_args: Callable[[], tuple]
+    make_args: Callable[..., tuple]
     flat: bool = True
     make_kwargs: Callable[[], dict[str, Any]] = field(default=dict)
 
@@ -145,9 +148,9 @@ def gan_case() -> StepCase:
         fooling, grads = jax.value_and_grad(generator_loss)(generator.params, discriminator.params, noise)
         return apply_gradients(generator, grads, optimizer), discriminator, (loss, fooling)
 
-    def make_args() -> tuple:
+    def make_args(hidden_layers: int = 8) -> tuple:
         rng = np.random.default_rng(0)
-        sizes = [[32, *[WIDTH] * 8, 16], [16, *[WIDTH] * 8, 1]]
+        sizes = [[32, *[WIDTH] * hidden_layers, 16], [16, *[WIDTH] * hidden_layers, 1]]
         states = (start(networks.mlp_params(rng, layers), optimizer) for layers in sizes)
         noise, real = vectors(rng)
         return *states, noise, jnp.tile(real, 2)
@@ -175,8 +178,8 @@ def dropout_case() -> StepCase:
         value, grads = jax.value_and_grad(loss)(state.params)
         return apply_gradients(state, grads, optimizer), key, value
 
-    def make_args() -> tuple:
-        state, tokens = transformer_args(optimizer)
+    def make_args(**sizes: int) -> tuple:
+        state, tokens = transformer_args(optimizer, **sizes)
         return state, jax.random.key(0), tokens
 
     return StepCase("dropout", step, make_args)
@@ -185,10 +188,10 @@ def dropout_case() -> StepCase:
 class NnxNet(nnx.Module):
     """Dense layers with batch norm and dropout: (batch, 32) → (batch, 8)."""
 
-    def __init__(self, rngs: nnx.Rngs) -> None:
+    def __init__(self, rngs: nnx.Rngs, hidden_layers: int) -> None:
         self.first = nnx.Linear(INPUTS, WIDTH, rngs=rngs)
-        self.hidden = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(8)])
-        self.norms = nnx.List([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(8)])
+        self.hidden = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(hidden_layers)])
+        self.norms = nnx.List([nnx.BatchNorm(WIDTH, rngs=rngs) for _ in range(hidden_layers)])
         self.dropout = nnx.Dropout(0.1, rngs=rngs)
         self.last = nnx.Linear(WIDTH, OUTPUTS, rngs=rngs)
 
@@ -206,8 +209,8 @@ def nnx_step(model: NnxNet, optimizer: nnx.Optimizer, x: jax.Array, y: jax.Array
     return loss
 
 
-def nnx_args() -> tuple:
-    model = NnxNet(nnx.Rngs(0))
+def nnx_args(hidden_layers: int = 8) -> tuple:
+    model = NnxNet(nnx.Rngs(0), hidden_layers)
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), *vectors(np.random.default_rng(0))
 
 

@@ -153,22 +153,24 @@ class _Search:
 
     def one_more(self, number: int, flops: np.ndarray) -> np.ndarray:
         """After one more chunk; `number` counts it."""
-        before = np.full_like(flops, math.inf)
-        came_from = np.full(flops.shape, SAME, np.int8)
+        limits, groups, _, units = flops.shape
+        changed = np.full((limits, groups, units), math.inf)  # the kind has just changed, to any
+        came_from = np.full(changed.shape, SAME, np.int8)
         if number == 1:
-            before[:, 0, :, 0] = self.group_flops
-        elif self.most_groups > 1:
-            before[:, 1:] = flops[:, :-1].min(axis=2, keepdims=True) + self.group_flops
-            came_from[:, 1:] = flops[:, :-1].argmin(axis=2)[:, :, None]
-        stays = flops <= before
-        before = np.where(stays, flops, before)
+            changed[:, 0, 0] = self.group_flops
+        elif groups > 1:
+            changed[:, 1:] = flops[:, :-1].min(axis=2) + self.group_flops
+            came_from[:, 1:] = flops[:, :-1].argmin(axis=2)
         after = np.full_like(flops, math.inf)
         origin = np.full(flops.shape, SAME, np.int8)
         for at, kind in enumerate(self.kinds):
             steps = kind.steps // self.unit
             fits = number * self.first_bytes + kind.bytes <= self.limits
-            after[fits, :, at, steps:] = before[fits, :, at, :-steps] + kind.flops
-            origin[:, :, at, steps:] = np.where(stays[:, :, at, :-steps], SAME, came_from[:, :, at, :-steps])
+            if not fits.any():
+                continue
+            stays, changes = flops[fits, :, at, :-steps], changed[fits, :, :-steps]
+            after[fits, :, at, steps:] = np.minimum(stays, changes) + kind.flops
+            origin[fits, :, at, steps:] = np.where(stays <= changes, SAME, came_from[fits, :, :-steps])
         self.came_from.append(origin)
         return after
 

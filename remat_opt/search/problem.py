@@ -84,10 +84,9 @@ def _held_over(graph: Graph, schedule: Schedule, liveness: Liveness, turns: Sequ
     first = np.full(len(graph.sizes), -1, dtype=np.int64)
     first[lives.value[::-1]] = np.arange(len(lives) - 1, -1, -1)  # the first buffer of each value
     first = first[first >= len(graph.inputs)]
-    held = np.zeros(len(first), dtype=bool)
-    for turn in turns:
-        position = _position(schedule, turn - 1) + 1 if turn else 0
-        held |= (lives.birth[first] < position) & (lives.death[first] >= position)
+    positions = sorted(_position(schedule, turn - 1) + 1 if turn else 0 for turn in turns)
+    following = np.array([*positions, np.iinfo(np.int64).max])  # behind the last there is none
+    held = following[np.searchsorted(positions, lives.birth[first], side="right")] <= lives.death[first]
     return frozenset(lives.value[first[held]].tolist()) - set(graph.outputs)
 
 
