@@ -71,7 +71,9 @@ def measure_row(row: Row) -> dict[str, Any]:
         warnings.simplefilter("ignore", remat_opt.RematWarning)
         plan = step.plan(*args)
     seconds = time.perf_counter() - started
-    with_plain = measure_step(step, None, True, args, {}) if row.budget is None else None  # as it was planned just now
+    with_plain = None
+    if row.budget is None:  # the step that was planned just now, and not planned again
+        with_plain = measure_step(step, target=None, with_plain=True, args=args, kwargs={})
     optimized = with_plain.optimized if with_plain is not None else plan.measured
     figures = with_plain.plain if with_plain is not None else plan.plain_measured
     assert figures is not None, "an H200's compiler refuses nothing"

@@ -15,10 +15,10 @@ from remat_opt.program.inline import inline
 from remat_opt.targets import resolve_target
 
 NETWORKS = ("resnet50", "densenet121", "vgg16", "alexnet")
-# The small twins of the examples, left out those of the same file that are no different, and of `NETWORKS`.
+# The small twins of the examples, those of the same file that are no different left out.
 _ALIKE = ("vgg1", "resnet3", "resnet101", "resnet152", "resnet200", "densenet16", "densenet2", "wide_resnet28_1")
 _ALIKE += ("gpt", "dynamicconv_wmt", "transformer_big", "randwire_regular")
-TWINS = tuple(name for name in EXAMPLES if not name.startswith((*_ALIKE, *NETWORKS)) and not name.endswith("_scan"))
+TWINS = tuple(name for name in EXAMPLES if not name.startswith(_ALIKE) and not name.endswith("_scan"))
 PLAIN_STEPS = [name for name, case in STEPS.items() if not name.startswith(("nnx", "equinox"))]
 
 

@@ -22,7 +22,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def steps(example):
-    """The plain step and the optimised one, by what is donated: each is planned and compiled once."""
+    """The plain step and the optimised one, by what is donated: each is planned once."""
     return {
         donate: (
             jax.jit(example.train_step, donate_argnums=donate),
