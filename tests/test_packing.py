@@ -168,3 +168,19 @@ def test_gaps_are_what_is_allocated_beyond_what_lives_at_once(lives: list[tuple[
     graph = Graph(tuple(size for size, _, _ in lives), tuple(ops), fused=True)
     allocation = pack(graph, {}, as_they_come=True)
     assert allocation.size - allocation.gaps == peak_of(graph)
+
+
+def test_what_takes_a_page_divides_no_gap_on_a_tpu() -> None:
+    """A number that comes while something large is there lies in the way of what follows that."""
+    large, page = 2**20, 2**14
+    ops = (
+        Op((), (0,)),
+        Op((0,), (1,)),  # the number
+        Op((0,), (2,)),
+        Op((2,), (3,)),
+        Op((1, 3), (4,)),
+    )
+    graph = Graph((large, page, page // 2, large + page, 0), ops, outputs=(4,), fused=True)
+    assert allocated_by(graph, "tpu") == peak_of(graph)
+    larger = Graph((large, 2 * page, page // 2, large + page, 0), ops, outputs=(4,), fused=True)
+    assert allocated_by(larger, "tpu") > peak_of(larger) + large // 2

@@ -11,6 +11,7 @@ from remat_opt.compilers import tpu
 from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_chip import MOST_UNDER_WAY, ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, bandwidth_of, with_seconds
+from remat_opt.compilers.tpu_loops import with_loops_joined
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
@@ -130,20 +131,13 @@ def test_of_what_is_cut_a_part_is_read() -> None:
     assert seconds((1000, 10), Op((0,), (1,), Kind.ELEMENTWISE, moved_of=(0,))) == [20]
 
 
-@pytest.mark.parametrize("reads_other", [False, True])
-def test_a_reduction_takes_no_time_beside_another_kernel(reads_other: bool) -> None:
-    # It is done as its operand is made, unless it needs something that comes later.
-    makes = Op((0,), (1,), Kind.PRODUCT)
-    other = Op((0,), (2,), Kind.PRODUCT)
-    reduction = Op((1, 2) if reads_other else (1,), (3,), Kind.REDUCTION)
-    assert seconds((100, 100, 50, 1), makes, other, reduction)[2] == (101 if reads_other else 1)
-
-
-def test_reductions_of_one_array_are_one_kernel() -> None:
-    of_argument, also = Op((0,), (1,), Kind.REDUCTION), Op((0,), (2,), Kind.REDUCTION)
-    assert seconds((100, 1, 1), of_argument, also) == [101, 1]
-    behind = Op((0, 1), (2,), Kind.REDUCTION)
-    assert seconds((100, 1, 1), of_argument, behind) == [101, 102]
+def test_a_kernel_of_several_sums_reads_what_they_share_once() -> None:
+    sums = [Op((0,), (1 + at,), Kind.REDUCTION, name="reduce_sum") for at in range(2)]
+    read = Op((1, 2), (3,))
+    graph = Graph((100, 1, 1, 0), (*sums, read), (0,), (3,), fused=True)
+    joined = with_loops_joined(graph, dict.fromkeys(range(3), (100,)), [100, 1, 1, 2], frozenset())
+    assert seconds(graph.sizes, *graph.ops)[:-1] == [101, 101]
+    assert seconds(graph.sizes, *joined.ops)[:-1] == [102]
 
 
 def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:

@@ -180,3 +180,13 @@ def test_pieces_that_fill_their_tiles_are_split_at_once() -> None:
 
     program = build(program_of(step, (8, 16, 16, 4), (3, 3, 4, 256)), RATES, platform="tpu").program
     assert [e.primitive.name for e in program.equations].count("split") == 1
+
+
+@pytest.mark.parametrize(("places", "features", "copies"), [(4096, 16, 2), (4096, 128, 0)])
+def test_convolutions_along_the_lanes_read_and_make_copies(places: int, features: int, copies: int) -> None:
+    def along(x: jax.Array, filters: jax.Array) -> jax.Array:
+        numbers = ("NWC", "WIO", "NWC")
+        return jnp.sin(lax.conv_general_dilated(jnp.sin(x), filters, (1,), "SAME", dimension_numbers=numbers))
+
+    graph = graph_of(along, (8, places, features), (3, features, features))
+    assert len(sizes_of(graph, "copy")) == copies

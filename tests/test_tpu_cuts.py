@@ -78,34 +78,14 @@ def test_a_slice_right_before_its_reader_is_fetched_too() -> None:
     assert cuts == {WHOLE: order.index("slice")}
 
 
-ANOTHER, SMALL_ONE = len(SIZES) + 1, len(SIZES) + 2  # arguments more
-
-
-def beside(shared: int, reads: int) -> Graph:
-    """What is cut is made by elementwise work on `shared`; so is what a second kernel makes, of `reads`, too."""
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_results_of_a_kernel_with_several_stay(is_alone: bool) -> None:
     graph = kernels(1e-3)
     made, *others = graph.ops
-    made = dataclasses.replace(made, inputs=(shared,), kind=Kind.ELEMENTWISE)
-    other = Op((shared, reads), (len(SIZES),), kind=Kind.ELEMENTWISE, seconds=1e-6)
-    return dataclasses.replace(
-        graph,
-        sizes=(*SIZES, SIZES[WHOLE], 4 * MIB, MIB),
-        ops=(made, other, *others),
-        inputs=(GIVEN, ANOTHER, SMALL_ONE),
-    )
-
-
-@pytest.mark.parametrize(
-    ("graph", "is_put_off"),
-    [
-        (beside(GIVEN, ANOTHER), False),  # two results of one kernel
-        (beside(GIVEN, WHOLE), True),  # the other needs this one
-        (beside(SMALL_ONE, ANOTHER), True),  # what they share is read again and again for one result
-    ],
-)
-def test_results_of_a_kernel_with_several_stay(graph: Graph, is_put_off: bool) -> None:
-    _, cuts = put_off(graph)
-    assert (WHOLE in cuts) == is_put_off
+    beside = () if is_alone else (len(SIZES),)
+    made = dataclasses.replace(made, outputs=(*made.outputs, *beside), kind=Kind.ELEMENTWISE)
+    _, cuts = put_off(dataclasses.replace(graph, sizes=(*SIZES, SIZES[WHOLE]), ops=(made, *others)))
+    assert (WHOLE in cuts) == is_alone
 
 
 def test_what_a_slice_is_fetched_from_waits_in_the_devices_memory() -> None:

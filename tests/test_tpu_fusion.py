@@ -2,7 +2,9 @@
 
 import pytest
 
-from remat_opt.compilers.tpu_fusion import with_pieces_beside, with_results_computed
+from remat_opt.compilers.tpu_beside import with_pieces_beside
+from remat_opt.compilers.tpu_fusion import with_results_computed
+from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 
 GIVEN, WEIGHT, GRADIENT, OTHER, BEHIND, UPDATED, READ = range(7)
@@ -71,7 +73,7 @@ def advance(
         Op((later, following), (summed,), name="summed"),
     )
     graph = Graph((8,) * 8, ops, (given, time), (summed,))
-    return [op.outputs for op in with_pieces_beside(graph, [8] * 8, 16).ops if len(op.outputs) > 1]
+    return [op.outputs for op in with_pieces_beside(graph, [8] * 8).ops if len(op.outputs) > 1]
 
 
 def test_a_product_makes_a_piece_of_what_the_next_one_reads() -> None:
@@ -88,7 +90,7 @@ def test_a_product_makes_no_piece(changed: dict) -> None:
     assert advance(**changed) == []
 
 
-def test_a_piece_beside_a_product_is_listed_in_a_table() -> None:
+def test_who_reads_a_product_beside_a_piece_takes_it_out_of_a_tuple() -> None:
     ops = (
         Op((0,), (1,), kind=Kind.PRODUCT),
         Op((1,), (2,), kind=Kind.ELEMENTWISE),
@@ -96,6 +98,38 @@ def test_a_piece_beside_a_product_is_listed_in_a_table() -> None:
         Op((3,), (4,), kind=Kind.PRODUCT),
         Op((1, 4), (5,)),
     )
-    kernel = with_pieces_beside(Graph((8,) * 6, ops, (0,), (5,)), [8] * 6, 16).ops[0]
-    assert kernel.tables == 16
-    assert kernel.in_tuple
+    assert with_pieces_beside(Graph((8,) * 6, ops, (0,), (5,)), [8] * 6).ops[0].in_tuple
+
+
+@pytest.mark.parametrize(("reads_a_source_anyhow", "is_stored"), [(True, False), (False, True)])
+def test_what_kernels_read_anyhow_is_no_reason_to_store_what_is_made_of_it(
+    *, reads_a_source_anyhow: bool, is_stored: bool
+) -> None:
+    """Five products of something that is made of two arrays (storing it moves 8 arrays, not doing so 10), of which each
+    reads one of the two arrays for something else, too (storing it moves 13, not doing so 10)."""
+    one, other, made = range(3)
+    products = [
+        Op((made, one) if reads_a_source_anyhow else (made,), (3 + at,), kind=Kind.PRODUCT, name="product")
+        for at in range(5)
+    ]
+    ops = (Op((one, other), (made,), kind=Kind.ELEMENTWISE, name="made"), *products)
+    graph = Graph((8,) * 8, ops, (one, other), tuple(range(3, 8)))
+    assert (made in {value for op in fuse(graph, by_kernels=True).graph.ops for value in op.outputs}) is is_stored
+
+
+@pytest.mark.parametrize(("arrays", "is_stored"), [(1, False), (2, True)])
+def test_what_is_made_of_one_array_is_made_again_in_each_product(arrays: int, is_stored: bool) -> None:
+    """One op reads it, for four products (storing it moves 24 or 28 bytes of four each, not doing so 16 or 32)."""
+    made, passed_on = arrays, arrays + 1
+    products = [Op((passed_on,), (passed_on + 1 + at,), kind=Kind.PRODUCT, name="product") for at in range(5)]
+    ops = (
+        Op(tuple(range(arrays)), (made,), kind=Kind.ELEMENTWISE, name="made"),
+        Op((made,), (passed_on,), kind=Kind.ELEMENTWISE, name="passed on"),
+        *products,
+    )
+    count = passed_on + 1 + len(products)
+    graph = Graph(
+        (8,) * made + (4,) + (8,) * (count - made - 1), ops, tuple(range(arrays)), tuple(range(passed_on + 1, count))
+    )
+    kernels = fuse(graph, by_kernels=True).graph.ops
+    assert (made in {value for op in kernels for value in op.outputs}) is is_stored

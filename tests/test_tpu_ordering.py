@@ -137,7 +137,7 @@ def test_numbers_wait_in_pages_of_the_devices_memory(tmp_path: Path) -> None:
     assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)
 
 
-@pytest.mark.parametrize("network", ["unseen/conv3d", "unseen/wavenet"])
+@pytest.mark.parametrize("network", ["unseen/wavenet", "held_out/two_towers", "unseen/private"])
 def test_memory_is_foreseen_in_the_compilers_order(network: str, tmp_path: Path) -> None:
     given, args, kwargs, options = load_step(Row(network, None, None, "v5e"))
     graph = remat_opt.optimize(given, target="v5e", verify=False, **options).prepare(*args, **kwargs).graph_as_given

@@ -103,7 +103,7 @@ def test_a_barrier_holds_images_that_are_put_together() -> None:
     program = program_of(behind, images(4), FILTER)
     reader = TpuReader(program, RATES, "tpu")
     graph = reader.read(())
-    (copy,) = (op for op in graph.ops if op.name == "copy")
+    *_, copy = (op for op in graph.ops if op.name == "copy")
     assert graph.sizes[copy.outputs[0]] == 4 * 256 * 256 * 64 * 4
     assert graph.outputs == copy.outputs
 

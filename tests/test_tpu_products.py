@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.tpu_products import lying_between
+from remat_opt.compilers.tpu_products import arithmetic_of, lying_between
 from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Kind
 from remat_opt.program.inline import Program, inline
 from remat_opt.targets import reports_gaps_twice
 from remat_opt.targets.compile import measure_flat
@@ -60,3 +61,31 @@ def test_what_lies_between_products() -> None:
     assert set(scores) <= set(found)
     assert {found[value] for value in scores} == {16 * 2 * 24 * 128}
     assert not found.keys() & {*program.inputs, *program.outputs}
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right", "kind"),
+    [
+        ("ij,j->i", (64, 32), (32,), Kind.REDUCTION),
+        ("i,ijk->jk", (64,), (64, 16, 8), Kind.REDUCTION),
+        ("bi,bj->bij", (64, 16), (64, 8), Kind.ELEMENTWISE),
+        ("ij,jk->ik", (64, 32), (32, 16), None),
+        ("bij,bjk->bik", (64, 32, 16), (64, 16, 8), None),
+    ],
+)
+def test_a_product_with_a_vector_is_arithmetic(
+    equation: str, left: tuple[int, ...], right: tuple[int, ...], kind: Kind | None
+) -> None:
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (left, right)]
+    program = program_of(lambda x, y: jnp.einsum(equation, x, y), *avals)
+    (found,) = (one for one in program.equations if one.primitive.name == "dot_general")
+    assert arithmetic_of(found, program) is kind
+
+
+def test_gradients_for_each_example_are_not_stored_to_be_weighed() -> None:
+    def weighed(left: jax.Array, right: jax.Array, weights: jax.Array) -> jax.Array:
+        return jnp.einsum("b,bij->ij", jnp.sin(weights), jnp.einsum("bi,bj->bij", left, right))
+
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 2048), (64, 128), (64,))]
+    foreseen, found = foreseen_and_compiled(weighed, *avals)
+    assert max(foreseen, found) < 64 * 2048 * 128

@@ -8,6 +8,8 @@ from jax import lax
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import compiled, shared_places
 from remat_opt.compilers.tpu_fusion import NUMBER
+from remat_opt.compilers.tpu_loops import with_loops_joined
+from remat_opt.compilers.tpu_tables import with_small_tables
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program.inline import inline
@@ -17,7 +19,10 @@ LARGE = 2 * tpu.ON_CHIP  # never on the chip
 
 
 def placed(graph: Graph, *, numbers: frozenset[int] = frozenset(), accumulated: frozenset[int] = frozenset()) -> Graph:
-    return tpu.on_chip(graph, accumulated, numbers, rates=RATES)
+    graph = with_small_tables(graph, accumulated, numbers, tpu.PAGE)
+    elements = [1 if value in numbers else max(size // 4, 2) for value, size in enumerate(graph.sizes)]
+    loops = dict.fromkeys(range(len(graph.sizes)), (LARGE // 4,))
+    return tpu.on_chip(with_loops_joined(graph, loops, elements, accumulated), numbers, rates=RATES)
 
 
 def tables(graph: Graph) -> float:
@@ -83,13 +88,13 @@ def test_elementwise_work_beside_sums_is_no_array_of_its_own() -> None:
 
 def test_of_two_products_a_reduction_is_done_beside_the_last() -> None:
     ops = (
-        Op((0,), (2,), Kind.PRODUCT, name="first"),
-        Op((0,), (1,), Kind.PRODUCT, name="last"),
+        Op((0,), (2,), Kind.PRODUCT, name="dot_general"),
+        Op((0,), (1,), Kind.PRODUCT, name="dot_general"),
         Op((1, 2), (3,), Kind.REDUCTION, name="reduce_sum"),
         Op((1, 2, 3), (4,)),
     )
     found = placed(Graph((0, LARGE, LARGE, 64, 0), ops, (0,), (4,), fused=True))
-    assert [op.name for op in found.ops if op.in_tuple] == ["last"]
+    assert [op.outputs for op in found.ops if op.in_tuple] == [(1, 3)]
 
 
 def test_what_is_put_in_a_tuple_may_take_an_operands_place() -> None:
@@ -172,3 +177,16 @@ def test_a_loops_buffers_lie_in_the_steps_heap_one_by_one() -> None:
     assert [size for size, *_ in loop.inside] == [2**28] * 2
     (_, begins, ends), (_, begins_later, _) = loop.inside
     assert begins < begins_later == ends  # the product, as it is made of the sums
+
+
+@pytest.mark.parametrize("is_typed", [False, True])
+def test_keys_are_cut_in_one_kernel_and_lie_in_two_pages_each(is_typed: bool) -> None:
+    def noise(seed: jax.Array) -> list[jax.Array]:
+        keys = jax.random.split(jax.random.wrap_key_data(seed) if is_typed else seed, 4)
+        return [jax.random.normal(key, (256, 256)) for key in keys]
+
+    aval = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    program = inline(jax.make_jaxpr(noise)(aval), with_barriers=True, keep_names=False)
+    graph = compiled(program, RATES, platform="tpu")
+    (cut,) = (op for op in graph.ops if len(op.outputs) > 1)
+    assert [graph.sizes[key] for key in cut.outputs] == [2 * tpu.PAGE] * 4

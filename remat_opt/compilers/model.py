@@ -20,18 +20,20 @@ from remat_opt.compilers.gpu_siblings import beside_reductions, join_siblings
 from remat_opt.compilers.gpu_vectors import with_vectors_by_loops
 from remat_opt.compilers.packing import buffers_of, lying_in_results, pack
 from remat_opt.compilers.reader import VIEW, Reader
+from remat_opt.compilers.tpu_beside import with_pieces_beside, with_work_beside
 from remat_opt.compilers.tpu_clock import with_seconds
 from remat_opt.compilers.tpu_fusion import (
     widened,
     with_numbers_apart,
     with_pads_in_readers,
-    with_pieces_beside,
     with_results_computed,
     with_widened_beside,
 )
+from remat_opt.compilers.tpu_loops import with_loops_joined
 from remat_opt.compilers.tpu_ordering import tpu_order
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_slices import before_products
+from remat_opt.compilers.tpu_tables import with_small_tables
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
@@ -86,9 +88,7 @@ def compiled(
     if isinstance(reader, TpuReader):
         numbers = frozenset(value for value, aval in enumerate(reader.program.avals) if aval.size == 1)
         timed = with_seconds(ordered, rates)
-        ordered = tpu.on_chip(
-            timed, reader.accumulated(), numbers, rates=rates, is_body=loop is not None, rounded=reader.rounded
-        )
+        ordered = tpu.on_chip(timed, numbers, rates=rates, is_body=loop is not None, rounded=reader.rounded)
     return sharing_places(ordered, platform)
 
 
@@ -156,10 +156,12 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
         unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
-        unfused = with_pieces_beside(unfused, elements, tpu.PAGE)
-        unfused = reader.in_tiles(unfused, narrow=False)
+        unfused = reader.in_tiles(with_pieces_beside(unfused, elements), narrow=False)
         fused = fuse(unfused, by_kernels=True, cut_from_buffers=True, copied=widened(unfused)).graph
-        return reader.in_tiles(with_widened_beside(fused))
+        numbers = frozenset(value for value, count in enumerate(elements) if count == 1)
+        fused = with_small_tables(with_widened_beside(fused), reader.accumulated(), numbers, tpu.PAGE)
+        fused = with_loops_joined(fused, reader.shapes_of_loops(), elements, reader.accumulated())
+        return reader.in_tiles(with_work_beside(fused, elements))
     return fuse(unfused, by_kernels=True).graph
 
 

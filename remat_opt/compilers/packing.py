@@ -44,6 +44,12 @@ class Allocation:
     gaps: int
 
 
+# What takes no more than a table of addresses finds its place where tables were, however late it comes, and is not in
+# the way of what is large (ResNet-50 on a TPU, optimised: of 2636 values of a page 1799 lie in the first 60 of 1186 MB,
+# and 809 at the end).
+_AMONG_TABLES = 16 * 2**10
+
+
 def pack(graph: Graph, shared: Mapping[int, int], *, as_they_come: bool) -> Allocation:
     """The allocation of a step that runs its ops in the graph's order.
 
@@ -58,7 +64,7 @@ def pack(graph: Graph, shared: Mapping[int, int], *, as_they_come: bool) -> Allo
     live = most_live(every.size, every.birth, every.death)
     if as_they_come:
         chunks = dataclasses.replace(chunks, birth=_with_their_products(graph)[chunks.birth])
-        size = _height(chunks, np.lexsort((chunks.death, chunks.birth)))
+        size = _height(chunks, np.lexsort((chunks.death, chunks.birth, chunks.size > _AMONG_TABLES)))
     else:
         chunks = _in_events(chunks)
         lived = chunks.death - chunks.birth

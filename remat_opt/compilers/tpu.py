@@ -31,6 +31,7 @@ from remat_opt.compilers.tpu_chip import ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import Clock, read_by
 from remat_opt.compilers.tpu_cuts import with_cuts_put_off
 from remat_opt.compilers.tpu_fusion import NUMBER
+from remat_opt.compilers.tpu_tables import has_several_results
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, simulate
@@ -42,12 +43,12 @@ PAGE = 16 * 2**10  # at whose multiples buffers begin in the device's memory, ta
 # A copy of a mebibyte and more is made in four slices, and each of them has two tables.
 SLICED_FROM = 2**20
 TABLES_OF_SLICES = 8
+_NUMBER = 512  # bytes that a single number takes; each begins a page, of a random key both
 _TABLES = "tables"
 
 
 def on_chip(
     graph: Graph,
-    accumulated: frozenset[int] = frozenset(),
     numbers: frozenset[int] = frozenset(),
     *,
     rates: Rates,
@@ -60,7 +61,6 @@ def on_chip(
 
     Args:
         graph: kernels in the order in which they run, with the time of each (`tpu_clock.with_seconds`).
-        accumulated: results of reductions that are summed up from tile to tile.
         numbers: values of one element, which are not for the chip's vector memory.
         rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.
@@ -91,17 +91,16 @@ def on_chip(
         if stay.leaves and value not in outputs:
             leaving[int(lives.birth[index])].append(value)
     inside = _of_scalar_unit(graph)
-    sizes = [0 if value in inside else -(-size // PAGE) * PAGE for value, size in enumerate(sizes)]
-    updates, reducing = _with_tables(graph, accumulated, numbers)
-    sizes.append(PAGE * (updates + len(reducing) + copies) + sum(op.tables for op in graph.ops))
+    pages = (-(-size // (_NUMBER if value in numbers else PAGE)) for value, size in enumerate(sizes))
+    sizes = [0 if value in inside else PAGE * count for value, count in enumerate(pages)]
+    several = sum(has_several_results(graph, op) for op in graph.ops)
+    sizes.append(PAGE * (several + copies) + sum(op.tables for op in graph.ops))
     listed = len(sizes) - 1
     first, last = Op((), (listed,), name=_TABLES), Op((listed,), (), name=_TABLES)
     ops, sent = [], {}
     for at, op in enumerate(graph.ops):
         inputs = (sent.get(value, value) for value in op.inputs if at not in unread or value not in unread[at])
-        # What elementwise work makes beside sums is not stored for others, which compute it again of what it reads.
-        in_tuple = op.in_tuple or (at in reducing and op.kind is Kind.PRODUCT)
-        ops.append(dataclasses.replace(op, inputs=tuple(inputs), in_tuple=in_tuple))
+        ops.append(dataclasses.replace(op, inputs=tuple(inputs)))
         for value in leaving[at]:
             sent[value] = len(sizes)
             sizes.append(sizes[value])
@@ -193,40 +192,3 @@ def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
             before = gains.get(value, -math.inf)
             gains[value] = before + gain if before > 0 and gain > 0 else max(before, gain)
     return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))])
-
-
-def _with_tables(graph: Graph, accumulated: Set[int], numbers: Set[int]) -> tuple[int, Set[int]]:
-    """How many kernels have several small results: updates of several arrays by one gradient, sums of what the step is
-    given, and the mean and the variance that are made of two sums; and which do reductions beside another result: those
-    over rows only of a product (what is reduced once more is done with the first)."""
-
-    def is_product(value: int) -> bool:
-        maker = graph.producer[value]
-        return maker >= 0 and graph.ops[maker].kind is Kind.PRODUCT
-
-    outputs = set(graph.outputs)
-    gradient_of: dict[int, int] = {}  # for a result what it is an update by, itself or through another result
-    reducing: set[int] = set()
-    of_given: collections.Counter[int] = collections.Counter()
-    sums: collections.Counter[int] = collections.Counter()
-    for op in graph.ops:
-        if op.kind is Kind.ELEMENTWISE and outputs.issuperset(op.outputs):
-            made = [gradient_of.get(value, value) for value in op.inputs if graph.producer[value] >= 0]
-            if made:
-                gradient_of.update(dict.fromkeys(op.outputs, max(made, key=lambda value: (graph.sizes[value], value))))
-        elif op.kind is Kind.PRODUCT and outputs.issuperset(op.outputs):
-            gradient_of.update(dict.fromkeys(op.outputs, op.outputs[0]))
-        elif op.kind is Kind.REDUCTION and op.inputs:
-            reduced = max(op.inputs, key=lambda value: (graph.sizes[value], is_product(value), graph.producer[value]))
-            maker = graph.producer[reduced]
-            kind = graph.ops[maker].kind if maker >= 0 else None
-            is_accumulated = not accumulated.isdisjoint(op.outputs)
-            if kind is None:
-                of_given[reduced] += is_accumulated
-                continue
-            sums[reduced] += op.name == P.reduce_sum_p.name and numbers.isdisjoint(op.outputs)
-            if kind is not Kind.REDUCTION and (is_accumulated or kind is Kind.PRODUCT):
-                reducing.add(maker)
-    updates = collections.Counter(gradient_of.values())
-    counts = (*updates.values(), *of_given.values(), *sums.values())
-    return sum(count > 1 for count in counts), reducing

@@ -44,33 +44,10 @@ def _seconds(graph: Graph, at: int, rates: Rates) -> float:
     if op.name in OF_BODIES:
         return op.seconds
     moved = sum(read_by(graph, op).values()) + sum(graph.sizes[value] for value in op.outputs)
-    if op.kind is Kind.REDUCTION:
-        moved -= _read_beside(graph, at)
     traffic = moved / bandwidth_of(rates)
     if op.kind is Kind.PRODUCT:
         return max(traffic, op.flops / rates.matrix_rate("float32"))
     return max(traffic, op.seconds) if op.kind is Kind.OPAQUE else traffic
-
-
-def _read_beside(graph: Graph, at: int) -> int:
-    """Bytes that a reduction need not read, as it is done in the kernel that makes them, or in one with another
-    reduction that reads them: where all else that it needs is there before that kernel."""
-    op, most = graph.ops[at], 0
-    makers = {graph.producer[value] for value in op.inputs}
-    there_from = max(makers, default=-1)
-    siblings = {
-        user
-        for value in op.inputs
-        for user in graph.users[value]
-        if there_from <= user < at and graph.ops[user].kind is Kind.REDUCTION
-    }
-    for host in siblings | ({there_from} if there_from >= 0 else set()):
-        kernel = graph.ops[host]
-        is_finished_first = kernel.kind is Kind.REDUCTION and not set(kernel.outputs).isdisjoint(op.inputs)
-        if kernel.kind not in (Kind.BARRIER, Kind.OPAQUE) and not is_finished_first:
-            known = {*kernel.outputs, *kernel.inputs}
-            most = max(most, sum(graph.sizes[value] for value in op.inputs if value in known))
-    return most
 
 
 def read_by(graph: Graph, op: Op) -> dict[int, int]:

@@ -37,6 +37,8 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     """A convolution, before it the copies that it reads: each is made once for all convolutions that read it."""
     if _is_by_groups(equation, reader.program):
         return _by_groups(reader, equation, op)
+    if _is_along_lanes(equation, reader.program):
+        return _along_lanes(reader, equation, op)
     copies: list[Op] = []
     instead: dict[int, int] = {}
     for x in reader.variables(equation):
@@ -53,6 +55,40 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
             read = (_copy(reader, copies, filters, ROUNDED_SLICE, reader.behind(reader.variables(cut))),)
         instead[reader.buffer(filters)] = _copy(reader, copies, filters, "rev", read)
     return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
+
+
+def _is_along_lanes(equation: Equation, program: Program) -> bool:
+    """Whether a convolution is in one dimension, of images that lie with that in the lanes, as they pad least so."""
+    avals = [program.aval_of(x) for x in (*equation.inputs[:2], *equation.outputs)]
+    params = equation.params
+    is_in_groups = params["feature_group_count"] * params["batch_group_count"] > 1
+    of_images = (aval.shape for aval in avals if aval.shape[0] > 0 and len(aval.shape) == 3)
+    return not is_in_groups and any(lies_otherwise(shape, 4) for shape in of_images)
+
+
+def _along_lanes(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
+    """A convolution of images that lie with their places in the lanes, with the copies that it reads and makes."""
+    copies: list[Op] = []
+    instead: dict[int, int] = {}
+    least = min(reader.program.aval_of(x).size for x in (*equation.inputs[:2], *equation.outputs))
+    for x in reader.variables(equation):
+        aval = reader.program.avals[x]
+        if aval.size == least or x in reader.constants:
+            continue  # the kernel
+        read = reader.behind([x])
+        key = ("along lanes", x, *read)
+        if key not in reader.copies:
+            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, 2)
+            reader.copies[key] = reader.new(size)
+            copies.append(Op(read, (reader.copies[key],), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
+        instead[reader.buffer(x)] = reader.copies[key]
+    op = dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))
+    (result,) = op.outputs
+    aval = reader.program.avals[result]
+    if aval.size == least:
+        return [*copies, op]
+    made = reader.new(bytes_with_features_or_batch_in_lanes(aval.shape, compat.item_bytes(aval.dtype), 0, 2))
+    return [*copies, dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=Kind.OPAQUE, name="copy")]
 
 
 def _is_by_groups(equation: Equation, program: Program) -> bool:

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import itertools
 from collections.abc import Mapping, Set
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.tpu_chip import PREFERRED_TIMES, SMALL
 from remat_opt.compilers.tpu_clock import Clock
-from remat_opt.graph.dependencies import Dependencies
 from remat_opt.graph.graph import Graph, Kind, Op
 
 
@@ -30,17 +28,20 @@ def with_cuts_put_off(graph: Graph, rounded: Set[int], clock: Clock) -> tuple[Gr
         clock: when they run.
     """
     put_off: dict[int, list[int]] = collections.defaultdict(list)  # before which kernel
-    several = _of_several(graph)
+    moved = set[int]()
+    beside = {v for op in graph.ops if op.kind is Kind.ELEMENTWISE and len(op.outputs) > 1 for v in op.outputs}
     for at, op in enumerate(graph.ops):
         whole = _cut_from(graph, op)
-        if whole < 0 or whole in several or (whole in rounded) != (op.outputs[0] in rounded):
+        if whole < 0 or whole in beside or (whole in rounded) != (op.outputs[0] in rounded):
             continue
+        if graph.producer[whole] in moved:
+            continue  # a slice of a slice stands behind that
         read = min(_readers(graph, op.outputs[0]), default=-1)
         is_needed_later = any(reader > read for reader in _readers(graph, whole))
         begin = _fetched_at(graph, clock, graph.producer[whole], op, read) if read > at and not is_needed_later else -1
         if begin >= 0:
             put_off[begin].append(at)
-    moved = {at for slices in put_off.values() for at in slices}
+            moved.add(at)
     order: list[int] = []
     for at in range(len(graph.ops)):
         order += put_off.get(at, ())
@@ -49,23 +50,6 @@ def with_cuts_put_off(graph: Graph, rounded: Set[int], clock: Clock) -> tuple[Gr
     pieces = {value for at in moved for value in graph.ops[at].outputs}
     ops = [_without(graph.ops[at], pieces) if graph.ops[at].kind is Kind.BARRIER else graph.ops[at] for at in order]
     return dataclasses.replace(graph, ops=tuple(ops)), last
-
-
-def _of_several(graph: Graph) -> Set[int]:
-    """What kernels make that become one kernel with several results: elementwise work of one size that reads an array
-    of that size or larger together, and of which none depends on the other (XLA's multi-output fusion)."""
-    families = []
-    for value, size in enumerate(graph.sizes):
-        by_size = collections.defaultdict(list)
-        for user in graph.users[value]:
-            op = graph.ops[user]
-            if op.kind is Kind.ELEMENTWISE and len(op.outputs) == 1:
-                by_size[graph.sizes[op.outputs[0]]].append(user)
-        families += [users for made, users in by_size.items() if 0 < made <= size and len(users) > 1]
-    candidates = {user for users in families for user in users}
-    before = Dependencies(((op.inputs, op.outputs) for op in graph.ops), candidates)
-    pairs = (pair for users in families for pair in itertools.combinations(users, 2))
-    return {graph.ops[user].outputs[0] for pair in pairs if before.are_apart(*pair) for user in pair}
 
 
 def _without(barrier: Op, values: Set[int]) -> Op:
@@ -77,7 +61,13 @@ def _cut_from(graph: Graph, op: Op) -> int:
     """What a kernel that is a slice without strides and nothing else is cut from, made by another kernel; -1 for any
     other kernel."""
     arrays = [value for value in op.inputs if graph.sizes[value]]
-    if op.name != P.slice_p.name or op.of_buffers or len(arrays) != 1 or op.outputs[0] in graph.outputs:
+    if (
+        op.name != P.slice_p.name
+        or op.of_buffers
+        or len(arrays) != 1
+        or len(op.outputs) != 1
+        or op.outputs[0] in graph.outputs
+    ):
         return -1
     return arrays[0] if graph.producer[arrays[0]] >= 0 else -1
 
@@ -95,4 +85,6 @@ def _fetched_at(graph: Graph, clock: Clock, made: int, cut: Op, read: int) -> in
     if clock.between(made, read) < graph.sizes[whole] / clock.bandwidth + seconds:
         return -1
     preferred = PREFERRED_TIMES * max(graph.sizes[piece], SMALL) / clock.bandwidth
-    return min(max(clock.last_before(read, preferred), made + 1), clock.last_before(read, seconds))
+    there = max(graph.producer[value] for value in cut.inputs)  # a barrier, too, that it is cut behind
+    begin = min(max(clock.last_before(read, preferred), there + 1), clock.last_before(read, seconds))
+    return begin if begin > there else -1

@@ -12,7 +12,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.tpu_parts import MOST_IMAGES, PARTS, Cut
 from remat_opt.graph.graph import Kind, Op
-from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, padded_bytes
+from remat_opt.graph.tiles import LANES, bytes_with_features_or_batch_in_lanes, padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.images import POOLS
 from remat_opt.program.inline import Equation
@@ -149,6 +149,14 @@ class Cutting:
         """Bytes of a value's numbers."""
         return 2 if x in self.reader.rounded else compat.item_bytes(self.reader.program.avals[x].dtype)
 
+    def lies_in_rows(self, x: int, cut: Cut) -> bool:
+        """Whether parts are made by arithmetic that has another dimension than the features in the lanes, as that
+        pads less: what it reads and makes is copied."""
+        shape = cut.shape_of(self.shape(x))
+        others = [size for at, size in enumerate(shape) if at not in (cut.batch, cut.features, cut.space)]
+        padded = [-(-size // LANES) * LANES / size for size in (shape[cut.features], *others) if size]
+        return bool(padded) and min(padded) < padded[0]
+
     def bytes_of_parts(self, x: int, cut: Cut, item: int) -> int:
         return bytes_with_features_or_batch_in_lanes(cut.shape_of(self.shape(x)), item, cut.batch, cut.features)
 
@@ -177,7 +185,12 @@ class Cutting:
         sizes = [self.bytes_of_parts(image, cut, _MULTIPLIED)]
         if own not in self.reader.copies:
             sizes += self.beside_parts(image, row)
+        lies_in_rows = not is_resized and self.lies_in_rows(image, cut)
+        if lies_in_rows:
+            read = self.add(before, read, [self.bytes_of_parts(image, cut, _MULTIPLIED)], kind, "copy")
         made = self.add(before, read, sizes, kind, "parts")
+        if lies_in_rows:
+            made[:1] = self.add(before, made[:1], sizes[:1], Kind.OPAQUE, "copy")
         self.reader.copies[key] = made[0]
         if len(made) > 1:
             self.reader.copies[own] = made[1]
@@ -284,6 +297,8 @@ class Cutting:
             return [own]
         size = self.bytes_of_parts(image, cut, _MULTIPLIED)
         shifted = self.add(before, [given], [size] * (shifts - 1), Kind.REDUCTION, "shifted parts")
+        if self.lies_in_rows(image, cut):
+            shifted = [self.add(before, [one], [size], Kind.OPAQUE, "copy")[0] for one in shifted]
         if late is not None:
             return [*shifted, own]
         return self.add(before, [*shifted, own], [shifts * size], Kind.OPAQUE, "stacked parts")

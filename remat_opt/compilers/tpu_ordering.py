@@ -14,7 +14,8 @@ from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.ordering import LOOPS, behind_operands, depth_first, greedy, lower_of, runs_before
+from remat_opt.graph.liveness import peak_of
+from remat_opt.graph.ordering import LOOPS, behind_operands, depth_first, greedy, in_order, runs_before
 
 
 def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: graph) -> tuple[int, ...]:
@@ -22,16 +23,23 @@ def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: gr
 
     Args:
         graph: of kernels.
-        sharing: a graph in an order with what kernels write over their operands: of two orders with one peak that is
-            taken which peaks lower so.
+        sharing: a graph in an order with what kernels write over their operands: of two orders that is taken which
+            peaks lower so, as XLA's simulated heap shares places when it counts (`heap_simulator.cc`).
     """
     begun, originals = _with_beginnings(graph)
     waiting, before = with_updates_behind_readers(begun)
     first = tuple(before[at] for at in greedy(_of_loops(waiting, weighed=True)))
-    # How the compiler lists a program is not known here: with the program's own order fewer figures are off.
-    second = tuple(before[at] for at in depth_first(waiting, range(len(waiting.ops))))
-    taken = lower_of(_of_loops(begun, weighed=False), first, second, sharing)
+    second = tuple(before[at] for at in depth_first(waiting))
+    taken = _lower_of(_of_loops(begun, weighed=False), first, second, sharing)
     return tuple(originals[at] for at in taken if originals[at] >= 0)
+
+
+def _lower_of(
+    graph: Graph, first: tuple[int, ...], second: tuple[int, ...], sharing: Callable[[Graph], Graph]
+) -> tuple[int, ...]:
+    in_first, in_second = in_order(graph, first), in_order(graph, second)
+    shared = peak_of(sharing(in_first)) - peak_of(sharing(in_second))
+    return second if (shared or peak_of(in_first) - peak_of(in_second)) > 0 else first
 
 
 def with_updates_behind_readers(graph: Graph) -> tuple[Graph, list[int]]:

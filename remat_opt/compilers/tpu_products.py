@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
-from remat_opt.graph.graph import Op
+from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
@@ -170,3 +171,20 @@ def _larger(shape: Sequence[int], batch: Sequence[int], item: int) -> int:
     """Bytes of an array with the batch outside of the tiles, where that is more than it needs; 0 elsewhere."""
     size = _outside(shape, batch, item)
     return size if size > PADS_MORE * padded_bytes(shape, item) else 0
+
+
+def arithmetic_of(equation: Equation, program: Program) -> Kind | None:
+    """What a product is that is none: elementwise work where nothing is summed up, a reduction where an operand is a
+    vector (`AlgebraicSimplifier::HandleDotStrengthReduction`); None for real products."""
+    if equation.primitive is not P.dot_general_p:
+        return None
+    (contracted, _), batch = equation.params["dimension_numbers"]
+    shapes = [program.aval_of(x).shape for x in equation.inputs]
+    summed = math.prod(shapes[0][at] for at in contracted)
+    free = [
+        math.prod(shape) // max(summed * math.prod(shape[at] for at in own), 1)
+        for shape, own in zip(shapes, batch, strict=True)
+    ]
+    if summed == 1 < min(free):
+        return Kind.ELEMENTWISE
+    return Kind.REDUCTION if summed > 1 and min(free) == 1 < max(free) else None

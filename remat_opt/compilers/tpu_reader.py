@@ -89,6 +89,16 @@ class TpuReader(Reader):
     def cutting(self) -> Cutting:
         return Cutting(self)
 
+    def shapes_of_loops(self) -> dict[int, tuple[int, ...]]:
+        """By a kernel's result over which array it goes: that, or what is reduced."""
+        avals = self.program.avals
+        shapes = {value: aval.shape for value, aval in enumerate(avals) if aval.size > 1 or compat.is_key(aval)}
+        for one in self.equations:
+            summed = tpu_products.arithmetic_of(one, self.program) is Kind.REDUCTION
+            if (one.primitive in REDUCTION or summed) and isinstance(one.inputs[0], int):
+                shapes.update(dict.fromkeys(one.outputs, avals[one.inputs[0]].shape))
+        return shapes
+
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         ops = self.cutting.with_copies(equation, super().ops_at(index, equation))
         return with_scores_turned(self, equation, ops)
@@ -146,6 +156,9 @@ class TpuReader(Reader):
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         ops = [self.as_kernel(equation, op) for op in super().ops_of(equation)]
+        if self.is_one_key(equation):
+            # Its words are cut of what they are drawn in, and stored.
+            return [dataclasses.replace(op, kind=Kind.ELEMENTWISE, repeatable=False) for op in ops]
         if mixes_dimensions(equation, self.program):
             return [dataclasses.replace(op, kind=Kind.OPAQUE) for op in ops]
         if equation.primitive in (P.scan_p, P.cond_p):
@@ -167,14 +180,24 @@ class TpuReader(Reader):
         if equation.primitive is P.concatenate_p:
             (op,) = ops
             return tpu_convolutions.with_pieces_cut(self, equation, op)
-        if equation.primitive is not P.dot_general_p:
+        if equation.primitive is not P.dot_general_p or tpu_products.arithmetic_of(equation, self.program):
             return ops
         (op,) = ops
         return tpu_products.with_copies(self, equation, op)
 
+    def is_one_key(self, equation: Equation) -> bool:
+        """Whether an equation takes one random key out of several."""
+        avals = [self.program.avals[x] for x in equation.outputs]
+        is_cut = equation.primitive.name == "random_wrap" or equation.primitive is P.slice_p
+        return is_cut and all(compat.is_key(aval) and aval.size == 1 for aval in avals)
+
     def as_kernel(self, equation: Equation, op: Op) -> Op:
         """How a TPU's compiler takes an op: what it fuses with what, and how long that takes."""
-        if equation.primitive in CONTRACTION or equation.primitive in WINDOWED:
+        arithmetic = tpu_products.arithmetic_of(equation, self.program)
+        if arithmetic is not None:
+            name = P.mul_p.name if arithmetic is Kind.ELEMENTWISE else P.reduce_sum_p.name
+            op = dataclasses.replace(op, kind=arithmetic, name=name)
+        elif equation.primitive in CONTRACTION or equation.primitive in WINDOWED:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
         elif self.is_padded_for_windows(equation):
             pass  # the window is dilated instead

@@ -33,6 +33,10 @@ class Dependencies:
         at, of_other = self.place[one], self.place[other]
         return not (self.bits[of_other] >> at & 1 or self.bits[at] >> of_other & 1)
 
+    def needs(self, one: int, other: int) -> bool:
+        """Whether one depends on the other."""
+        return bool(self.bits[self.place[one]] >> self.place[other] & 1)
+
     def join(self, group: Collection[int]) -> None:
         """Who depends on one of a group depends on all, and on all that they depend on; ops before them, too, of which
         some are parts of later ones."""

@@ -8,7 +8,10 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    buffers they are computed from, their *sources*.
 3. A virtual value is a buffer after all where fusing it would move more bytes than storing it. With c readers and
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
-   the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
+   the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has. Where kernels are
+   counted, as for TPUs, a source that a kernel reads for something else, too, costs nothing there; and a value of one
+   array, as a mask is, is made again for each op that reads it as if that was one kernel (`InstructionFusion` copies
+   what is effectively unary wherever it is read).
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
    size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
    the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
@@ -23,7 +26,7 @@ a kernel reads them, so that none is ever carried across a barrier.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -91,12 +94,7 @@ def _store_what_is_dear_to_fuse(
         for value in op.outputs:
             if stored[value]:
                 continue
-            users, size = graph.users[value], graph.sizes[value]
-            readers = len(users)
-            if kernels is not None:
-                readers = min(readers, len(frozenset().union(*(kernels[user] for user in users))))
-            moved = sum(graph.sizes[source] for source in read)
-            if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
+            if _moves_less_stored(graph, stored, kernels, sources, op, value) or len(read) > MOST_SOURCES:
                 stored[value] = True
             elif (
                 sums is not None
@@ -109,6 +107,47 @@ def _store_what_is_dear_to_fuse(
                 sources[value] = read
                 for source in read:
                     made_of.setdefault(source, [source]).append(value)
+
+
+def _moves_less_stored(
+    graph: Graph,
+    stored: Sequence[bool],
+    kernels: Sequence[frozenset[int]] | None,
+    sources: Mapping[int, frozenset[int]],
+    op: Op,
+    value: int,
+) -> bool:
+    """Rule 3, of an elementwise op's result; with `kernels`, as they count."""
+    users, size = graph.users[value], graph.sizes[value]
+    sources_of = [sources.get(one, frozenset([one])) for one in op.inputs]
+    read = frozenset().union(*sources_of)
+    moved = sum(graph.sizes[source] for source in read)
+    if kernels is None:
+        return len(users) * moved > moved + (1 + len(users)) * size
+    readers = frozenset().union(*(kernels[user] for user in users))
+    large = sum(any(graph.sizes[source] >= size for source in found) for found in sources_of)
+    count = len(readers) if large > 1 else min(len(readers), len(users))
+    at_most, if_stored = count * moved, moved + (1 + count) * size
+    return at_most > if_stored and at_most - _read_anyhow(graph, stored, readers, value, read) > if_stored
+
+
+def _read_anyhow(
+    graph: Graph, stored: Sequence[bool], kernels: Iterable[int], value: int, sources: Container[int]
+) -> int:
+    """Bytes of a value's sources that the kernels which read it read for something else, too."""
+    found = 0
+    for kernel in kernels:
+        reached, waiting = {value}, list(graph.ops[kernel].inputs)
+        while waiting:
+            one = waiting.pop()
+            if one in reached:
+                continue
+            reached.add(one)
+            if stored[one]:
+                found += graph.sizes[one] * (one in sources)
+            elif graph.producer[one] >= 0:
+                waiting += graph.ops[graph.producer[one]].inputs
+    return found
 
 
 def _passed_on(graph: Graph) -> list[bool]:

@@ -387,6 +387,11 @@ def is_unspecified(sharding: Any) -> bool:
     return type(sharding).__name__ == "UnspecifiedValue"
 
 
+def is_key(aval: Any) -> bool:
+    """Whether something is of typed random keys."""
+    return jax.dtypes.issubdtype(getattr(aval, "dtype", None), jax.dtypes.prng_key)
+
+
 def item_bytes(dtype: Any) -> int:
     """Bytes of one element, of JAX's extended dtypes (typed random keys) too."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
