@@ -119,7 +119,7 @@ def test_what_kernels_read_anyhow_is_no_reason_to_store_what_is_made_of_it(
 
 @pytest.mark.parametrize(("arrays", "is_stored"), [(1, False), (2, True)])
 def test_what_is_made_of_one_array_is_made_again_in_each_product(arrays: int, is_stored: bool) -> None:
-    """One op reads it, for four products (storing it moves 24 or 28 bytes of four each, not doing so 16 or 32)."""
+    """One op reads it, for five products: storing it moves 32 or 40 bytes, making it in each of them 40 or 80."""
     made, passed_on = arrays, arrays + 1
     products = [Op((passed_on,), (passed_on + 1 + at,), kind=Kind.PRODUCT, name="product") for at in range(5)]
     ops = (

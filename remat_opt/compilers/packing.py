@@ -44,10 +44,10 @@ class Allocation:
     gaps: int
 
 
-# What takes no more than a table of addresses finds its place where tables were, however late it comes, and is not in
-# the way of what is large (ResNet-50 on a TPU, optimised: of 2636 values of a page 1799 lie in the first 60 of 1186 MB,
-# and 809 at the end).
-_AMONG_TABLES = 16 * 2**10
+# At whose multiples buffers begin in a TPU's memory, tables of a few addresses, too. What takes no more finds its place
+# among the tables, however late it comes, and is not in the way of what is large (ResNet-50, optimised: of 2636 such
+# values 1799 lie in the first 60 of 1186 MB, and 809 at the end).
+PAGE = 16 * 2**10
 
 
 def pack(graph: Graph, shared: Mapping[int, int], *, as_they_come: bool) -> Allocation:
@@ -64,7 +64,7 @@ def pack(graph: Graph, shared: Mapping[int, int], *, as_they_come: bool) -> Allo
     live = most_live(every.size, every.birth, every.death)
     if as_they_come:
         chunks = dataclasses.replace(chunks, birth=_with_their_products(graph)[chunks.birth])
-        size = _height(chunks, np.lexsort((chunks.death, chunks.birth, chunks.size > _AMONG_TABLES)))
+        size = _height(chunks, np.lexsort((chunks.death, chunks.birth, chunks.size > PAGE)))
     else:
         chunks = _in_events(chunks)
         lived = chunks.death - chunks.birth

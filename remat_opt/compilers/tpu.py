@@ -26,7 +26,7 @@ from collections.abc import Mapping, Set
 import numpy as np
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.packing import OF_BODIES
+from remat_opt.compilers.packing import OF_BODIES, PAGE
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import Clock, read_by
 from remat_opt.compilers.tpu_cuts import with_cuts_put_off
@@ -39,7 +39,6 @@ from remat_opt.graph.schedule import save_everything
 
 # 128 MiB on TPU v5e and v6e, of which 16 MiB are kept for the kernels' own scratch (XLA's `scoped_vmem_limit`).
 ON_CHIP = 112 * 2**20
-PAGE = 16 * 2**10  # at whose multiples buffers begin in the device's memory, tables of a few addresses, too
 # A copy of a mebibyte and more is made in four slices, and each of them has two tables.
 SLICED_FROM = 2**20
 TABLES_OF_SLICES = 8

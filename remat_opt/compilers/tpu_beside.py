@@ -44,7 +44,7 @@ def with_pieces_beside(graph: Graph, elements: Sequence[int]) -> Graph:
 
 def with_work_beside(graph: Graph, elements: Sequence[int]) -> Graph:
     """A graph of kernels in which products do stored elementwise work of as many elements, too, of which they make the
-    last operand. If that comes with sums (`tpu_loops.py`), what nobody else reads is not stored.
+    last operand; what nobody else reads is not stored then.
 
     Args:
         graph: kernels in an order in which they can run.
