@@ -7,7 +7,7 @@ the kernel that makes it is summed up before that.
 
 from __future__ import annotations
 
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax import lax
@@ -16,8 +16,9 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers.equations import multiplies_only
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, named
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, RESHAPING, named
 
+_RENAMING = RESHAPING | {P.transpose_p}
 _CHOOSING = named("abs clamp max min select_n")  # their results are elements of their operands
 
 
@@ -35,6 +36,7 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
     results = {x for x in program.outputs if isinstance(x, int)}
     rounded: set[int] = set()  # of no use with more digits
     stored: set[int] = set()
+    summed: set[int] = set()  # also summed up, and of no other use with more digits
     for equation in reversed(program.equations):
         for value in equation.outputs:
             if value in results:
@@ -47,16 +49,51 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
             others = [reader for reader in readers[value] if not _takes_two_bytes(reader, value, rounded)]
             if not others:
                 rounded.add(value)
-            is_summed_where_made = equation.primitive in ELEMENTWISE | CONTRACTION and all(
-                reader.primitive in REDUCTION for reader in others
-            )
-            if not others or (len(others) < len(readers[value]) and is_summed_where_made):
+                stored.add(value)
+            elif all(reader.primitive in REDUCTION or _renames(reader, summed) for reader in others) and (
+                len(others) < len(readers[value]) or any(_renames(reader, summed) for reader in others)
+            ):
+                summed.add(value)
+                if equation.primitive in ELEMENTWISE | CONTRACTION:
+                    stored |= _names_of(value, readers, summed)
+            elif equation.primitive in CONTRACTION and _goes_on_inside(program, value, readers, stored):
                 stored.add(value)
     for value in constants:
         of_products = all(_takes_two_bytes(reader, value, rounded) for reader in readers.get(value, ()))
         if program.avals[value].dtype == jnp.float32 and of_products:
             stored.add(value)
     return frozenset(stored)
+
+
+def _renames(equation: Equation, values: Container[int]) -> bool:
+    """Whether an equation does nothing but name one of some values otherwise, so that all is one buffer."""
+    return equation.primitive in _RENAMING and equation.outputs[0] in values
+
+
+def _names_of(value: int, readers: Mapping[int, Sequence[Equation]], values: Container[int]) -> set[int]:
+    """A value and all that names it otherwise, of some values."""
+    names, waiting = {value}, [value]
+    while waiting:
+        made = {r.outputs[0] for r in readers.get(waiting.pop(), ()) if _renames(r, values)} - names
+        names |= made
+        waiting += made
+    return names
+
+
+def _goes_on_inside(
+    program: Program, value: int, readers: Mapping[int, Sequence[Equation]], stored: Container[int]
+) -> bool:
+    """Whether all that is done with a product is elementwise work on it and numbers, which is done where it is made, and
+    stored in two bytes."""
+    while len(readers.get(value, ())) == 1:
+        (reader,) = readers[value]
+        arrays = {x for x in reader.inputs if isinstance(x, int) and program.avals[x].size > 1}
+        if reader.primitive not in _RENAMING and (reader.primitive not in ELEMENTWISE or arrays != {value}):
+            return False
+        (value,) = reader.outputs
+        if reader.primitive in ELEMENTWISE and value in stored:
+            return True
+    return False
 
 
 def _takes_two_bytes(reader: Equation, value: int, rounded: Container[int]) -> bool:
