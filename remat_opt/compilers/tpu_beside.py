@@ -1,7 +1,8 @@
 """What a TPU's products make beside what they are: kernels with several results, by XLA's multi-output fusion.
 
 A product that is stored goes on: elementwise work that is stored, too, is done on its result at once, so that this is
-read from no memory.
+read from no memory. It may be written over what such work reads beside the product; what the product itself reads it
+needs until it is done. (Seen in dumps of libtpu 0.0.51: all of 19 such operands in the device's memory.)
 """
 
 from __future__ import annotations
@@ -93,14 +94,16 @@ class _Beside:
             if self._kernel_of.get(value) != last:
                 self._users[value].add(last)
         self._kernel_of.update(dict.fromkeys(op.outputs, last))
-        made = (*product.outputs, *op.outputs)
+        made = tuple(value for value in (*product.outputs, *op.outputs) if self._users[value])
+        by_elements = (v for v in op.inputs if v not in (*op.moved_of, *op.rows_of, *product.outputs, *product.inputs))
         self._ops[last] = dataclasses.replace(
             product,
             inputs=tuple(dict.fromkeys((*product.inputs, *(v for v in op.inputs if v not in product.outputs)))),
-            outputs=tuple(value for value in made if self._users[value]),
+            outputs=made,
             flops=product.flops + op.flops,
             tables=product.tables + op.tables,
-            in_tuple=True,
+            written_over=tuple(dict.fromkeys((*product.written_over, *by_elements))),
+            in_tuple=len(made) > 1,
         )
 
 
