@@ -16,9 +16,8 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers.equations import multiplies_only
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
-from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, RESHAPING, named
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, named
 
-_RENAMING = RESHAPING | {P.transpose_p}
 _CHOOSING = named("abs clamp max min select_n")  # their results are elements of their operands
 
 
@@ -66,8 +65,9 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
 
 
 def _renames(equation: Equation, values: Container[int]) -> bool:
-    """Whether an equation does nothing but name one of some values otherwise, so that all is one buffer."""
-    return equation.primitive in _RENAMING and equation.outputs[0] in values
+    """Whether an equation only turns one of some values, which costs nothing where layouts are chosen freely. (What is
+    reshaped is not one buffer any more where tiles do not fit into its dimensions.)"""
+    return equation.primitive is P.transpose_p and equation.outputs[0] in values
 
 
 def _names_of(value: int, readers: Mapping[int, Sequence[Equation]], values: Container[int]) -> set[int]:
@@ -88,7 +88,7 @@ def _goes_on_inside(
     while len(readers.get(value, ())) == 1:
         (reader,) = readers[value]
         arrays = {x for x in reader.inputs if isinstance(x, int) and program.avals[x].size > 1}
-        if reader.primitive not in _RENAMING and (reader.primitive not in ELEMENTWISE or arrays != {value}):
+        if reader.primitive is not P.transpose_p and (reader.primitive not in ELEMENTWISE or arrays != {value}):
             return False
         (value,) = reader.outputs
         if reader.primitive in ELEMENTWISE and value in stored:
