@@ -11,7 +11,8 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has. Where kernels are
    counted, as for TPUs, a source that a kernel reads for something else, too, costs nothing there; and a value of one
    array, as a mask is, is made again for each op that reads it as if that was one kernel (`InstructionFusion` copies
-   what is effectively unary wherever it is read).
+   what is effectively unary wherever it is read). Where both move as much, as for a value that is made of two and that
+   three kernels read, one that takes dear arithmetic is stored.
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
    size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
    the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
@@ -85,6 +86,7 @@ def _store_what_is_dear_to_fuse(
     graph: Graph, stored: list[bool], sums: set[int] | None, kernels: Sequence[frozenset[int]] | None
 ) -> None:
     sources: dict[int, frozenset[int]] = {}
+    dear = set[int]()  # virtual values that take much arithmetic
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
     passed_on, waits = (_passed_on(graph), _waiting(graph)) if sums is not None else ([], [])
     for index, op in enumerate(graph.ops):
@@ -94,7 +96,9 @@ def _store_what_is_dear_to_fuse(
         for value in op.outputs:
             if stored[value]:
                 continue
-            if _moves_less_stored(graph, stored, kernels, sources, op, value) or len(read) > MOST_SOURCES:
+            is_dear = op.dear or not dear.isdisjoint(op.inputs)
+            spared = _spared_if_stored(graph, stored, kernels, sources, op, value)
+            if spared > 0 or (spared == 0 and is_dear and kernels is not None) or len(read) > MOST_SOURCES:
                 stored[value] = True
             elif (
                 sums is not None
@@ -105,30 +109,32 @@ def _store_what_is_dear_to_fuse(
                 sums.add(value)
             else:
                 sources[value] = read
+                if is_dear:
+                    dear.add(value)
                 for source in read:
                     made_of.setdefault(source, [source]).append(value)
 
 
-def _moves_less_stored(
+def _spared_if_stored(
     graph: Graph,
     stored: Sequence[bool],
     kernels: Sequence[frozenset[int]] | None,
     sources: Mapping[int, frozenset[int]],
     op: Op,
     value: int,
-) -> bool:
-    """Rule 3, of an elementwise op's result; with `kernels`, as they count."""
+) -> int:
+    """Rule 3, of an elementwise op's result: bytes that are not moved if it is stored; with `kernels`, as they count."""
     users, size = graph.users[value], graph.sizes[value]
     sources_of = [sources.get(one, frozenset([one])) for one in op.inputs]
     read = frozenset().union(*sources_of)
     moved = sum(graph.sizes[source] for source in read)
     if kernels is None:
-        return len(users) * moved > moved + (1 + len(users)) * size
+        return len(users) * moved - moved - (1 + len(users)) * size
     readers = frozenset().union(*(kernels[user] for user in users))
     large = sum(any(graph.sizes[source] >= size for source in found) for found in sources_of)
     count = len(readers) if large > 1 else min(len(readers), len(users))
-    at_most, if_stored = count * moved, moved + (1 + count) * size
-    return at_most > if_stored and at_most - _read_anyhow(graph, stored, readers, value, read) > if_stored
+    at_most = count * moved - moved - (1 + count) * size
+    return at_most - _read_anyhow(graph, stored, readers, value, read) if at_most >= 0 else at_most
 
 
 def _read_anyhow(
