@@ -22,6 +22,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Mapping, Set
+from functools import partial
 
 import numpy as np
 from jax.extend.core import primitives as P
@@ -165,9 +166,11 @@ def _stays(
             reads = _reads(graph, lives, index)
             if index < arguments:
                 stay = memory.stay_of_constant(size, reads) if is_body else None
-                stays[index] = stay or memory.stay_of_argument(size, reads, written_by.get(int(lives.value[index]), -1))
+                writer = written_by.get(int(lives.value[index]), -1)
+                stays[index] = stay or memory.stay_with_room(partial(memory.stay_of_argument, size, reads, writer))
             else:
-                stay = memory.stay_of(size, int(lives.birth[index]), reads, is_argument=False)
+                made = int(lives.birth[index])
+                stay = memory.stay_with_room(partial(memory.stay_of, size, made, reads, is_argument=False))
                 last = cuts.get(int(lives.value[index]), -1)
                 if last > stay.outside_until:
                     stay = dataclasses.replace(stay, outside_until=last, leaves=True)
