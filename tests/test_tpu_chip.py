@@ -9,7 +9,7 @@ from jax import lax
 
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.tpu_chip import MOST_UNDER_WAY, ChipMemory, Stay
+from remat_opt.compilers.tpu_chip import MOST_REPACKS, MOST_UNDER_WAY, ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, bandwidth_of, with_seconds
 from remat_opt.compilers.tpu_loops import with_loops_joined
 from remat_opt.graph.cost import Rates
@@ -46,11 +46,47 @@ def test_what_is_read_late_for_the_first_time_is_made_outside() -> None:
 
 def test_what_finds_no_place_later_is_sent_away_and_comes_back_elsewhere() -> None:
     chip = memory(*[1.0] * 8)
-    assert chip.takes(0, 500, 3, 4)
+    assert chip.takes(0, 500, 3, 4) == 0
     assert chip.stay_of(600, 0, [1, 6], is_argument=False) == Stay(6, leaves=True, fetched=1)
     chip = memory(*[1.0] * 8)
-    assert chip.takes(0, 500, 3, 7)  # until too late
+    assert chip.takes(0, 500, 3, 7) == 0  # until too late
     assert chip.stay_of(600, 0, [1, 6], is_argument=False) == Stay(6, leaves=True, fetched=0)
+
+
+def test_what_is_there_is_put_together_where_something_finds_no_room() -> None:
+    chip = memory(*[1.0] * 8)
+    assert chip.takes(0, 400, 1, 3) == 0
+    assert chip.takes(600, 400, 1, 7) == 1  # 200 bytes are left between, and 400 below from the fourth on
+    assert chip.stay_with_room(lambda: chip.stay_of(300, 2, [5], is_argument=False)).outside_until == 5
+    chip = memory(*[1.0] * 8)
+    chip.takes(0, 200, 1, 3)
+    chip.takes(600, 200, 1, 7)
+    assert chip.stay_with_room(lambda: chip.stay_of(500, 2, [5], is_argument=False)) == Stay(-1, False, 0)
+    assert chip.rows[:3, 2].tolist() == [200, 0, 400]  # what stays longest lies lowest
+    assert chip.repacks == 1
+
+
+def test_what_is_there_is_put_together_a_few_times_only() -> None:
+    chip = memory(*[1.0] * 8)
+    chip.takes(0, 600, 1, 7)
+    for _ in range(MOST_REPACKS + 2):
+        chip.stay_with_room(lambda: chip.stay_of(500, 2, [5], is_argument=False))
+    assert chip.repacks == MOST_REPACKS
+
+
+def test_what_is_to_be_put_together_stays_where_that_takes_more_room() -> None:
+    chip = memory(*[1.0] * 8)
+    for place in ((0, 500, 1, 2), (500, 500, 1, 1), (500, 500, 2, 6), (0, 500, 3, 6), (0, 500, 7, 7)):
+        assert chip.takes(*place) >= 0
+    before = chip.rows[: chip.count].tolist()
+    chip.repack()
+    assert sorted(row[2] for row in chip.rows[: chip.count].tolist()) == sorted(row[2] for row in before)
+
+
+def test_a_place_above_all_others_is_the_last_choice() -> None:
+    chip = memory(*[1.0] * 8)
+    chip.takes(300, 600, 1, 7)
+    assert chip.gap(50, 2, [3]) == 0  # 300 bytes are free there, 100 above
 
 
 def test_so_many_copies_are_under_way_at_most() -> None:
@@ -63,7 +99,7 @@ def test_an_argument_whose_successor_cannot_be_sent_back_has_no_place_on_the_chi
     updated = [chip.stay_of_argument(1, [2, 5], written_by=5) for _ in range(MOST_UNDER_WAY + 1)]
     assert updated[:-1] == [Stay(2, leaves=True, fetched=1)] * MOST_UNDER_WAY
     assert updated[-1] == Stay(5, leaves=False, fetched=0)
-    assert chip.count == 2 * MOST_UNDER_WAY
+    assert chip.count == MOST_UNDER_WAY
 
 
 def test_copies_share_the_time_of_kernels() -> None:

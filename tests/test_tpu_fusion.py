@@ -133,3 +133,19 @@ def test_what_is_made_of_one_array_is_made_again_in_each_product(arrays: int, is
     )
     kernels = fuse(graph, by_kernels=True).graph.ops
     assert (made in {value for op in kernels for value in op.outputs}) is is_stored
+
+
+@pytest.mark.parametrize(("dear", "readers", "is_stored"), [(True, 3, True), (False, 3, False), (True, 2, False)])
+def test_where_as_much_is_moved_what_takes_much_arithmetic_is_stored(
+    *, dear: bool, readers: int, is_stored: bool
+) -> None:
+    """Something that is made of two arrays: for three products storing it moves 6 arrays, not doing so 6."""
+    one, other, curved, made = range(4)
+    products = [Op((made,), (4 + at,), kind=Kind.PRODUCT, name="product") for at in range(readers)]
+    ops = (
+        Op((one,), (curved,), kind=Kind.ELEMENTWISE, name="tanh", dear=dear),
+        Op((curved, other), (made,), kind=Kind.ELEMENTWISE, name="made"),
+        *products,
+    )
+    graph = Graph((8,) * (4 + readers), ops, (one, other), tuple(range(4, 4 + readers)))
+    assert (made in {value for op in fuse(graph, by_kernels=True).graph.ops for value in op.outputs}) is is_stored

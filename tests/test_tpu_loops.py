@@ -2,6 +2,7 @@
 
 import pytest
 
+from remat_opt.compilers.model import shared_places
 from remat_opt.compilers.tpu_beside import with_work_beside
 from remat_opt.compilers.tpu_loops import with_loops_joined
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -108,6 +109,28 @@ def test_elementwise_work_that_is_stored_is_done_beside_the_product_that_makes_i
 
 def test_what_nobody_reads_but_work_beside_a_product_is_not_stored() -> None:
     assert kernels(product(0, makes=1), elementwise(0, 1, makes=2), other(2, makes=3)) == [(2,), (3,)]
+
+
+def test_a_product_is_written_over_what_only_the_work_beside_it_reads() -> None:
+    elements = [ARRAY] * 7
+    ops = (
+        other(0, makes=1),
+        other(0, makes=2),
+        product(1, makes=3),
+        elementwise(1, 2, 3, makes=4),
+        other(3, 4, makes=5),
+    )
+    graph = Graph(tuple(4 * one for one in elements), ops, (0,), (5,), fused=True)
+    joined = with_work_beside(graph, elements)
+    assert joined.ops[2].written_over == (2,)
+    assert shared_places(joined, "tpu") == {3: 2}
+
+
+def test_one_result_of_a_product_with_work_beside_it_is_in_no_tuple() -> None:
+    ops = (product(0, makes=1), elementwise(0, 1, makes=2), other(2, makes=3))
+    (joined, _) = with_work_beside(Graph((4 * ARRAY,) * 4, ops, (0,), (3,), fused=True), [ARRAY] * 4).ops
+    assert joined.outputs == (2,)
+    assert not joined.in_tuple
 
 
 def test_what_is_made_of_something_later_is_not_done_beside_a_product() -> None:

@@ -83,15 +83,16 @@ def _names_of(value: int, readers: Mapping[int, Sequence[Equation]], values: Con
 def _goes_on_inside(
     program: Program, value: int, readers: Mapping[int, Sequence[Equation]], stored: Container[int]
 ) -> bool:
-    """Whether all that is done with a product is elementwise work on it and numbers, which is done where it is made, and
-    stored in two bytes."""
+    """Whether all that is done with a product is elementwise work on it and numbers, which is done where it is made,
+    and stored in two bytes."""
     while len(readers.get(value, ())) == 1:
         (reader,) = readers[value]
         arrays = {x for x in reader.inputs if isinstance(x, int) and program.avals[x].size > 1}
-        if reader.primitive is not P.transpose_p and (reader.primitive not in ELEMENTWISE or arrays != {value}):
+        computes = reader.primitive in ELEMENTWISE - MOVES and arrays == {value}
+        if not computes and reader.primitive is not P.transpose_p:
             return False
         (value,) = reader.outputs
-        if reader.primitive in ELEMENTWISE and value in stored:
+        if computes and value in stored:
             return True
     return False
 

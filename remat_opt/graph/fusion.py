@@ -123,7 +123,8 @@ def _spared_if_stored(
     op: Op,
     value: int,
 ) -> int:
-    """Rule 3, of an elementwise op's result: bytes that are not moved if it is stored; with `kernels`, as they count."""
+    """Rule 3, of an elementwise op's result: bytes that are not moved if it is stored (with `kernels`, as they
+    count)."""
     users, size = graph.users[value], graph.sizes[value]
     sources_of = [sources.get(one, frozenset([one])) for one in op.inputs]
     read = frozenset().union(*sources_of)
