@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from remat_opt.forms import Found
 from remat_opt.prepared import Prepared
 from remat_opt.program import compat
 from remat_opt.search import Solution
@@ -41,13 +42,17 @@ def compile_as_called(jitted: Any, target: Target, args: tuple, kwargs: dict) ->
 def compile_candidate(
     prepared: Prepared, solution: Solution | None, compiler_options: Mapping[str, Any] | None = None
 ) -> Figures:
-    """Compile a step on flat arguments for the device that it is planned for, with our compiler options.
+    """Compile a step on flat arguments for the device that it is planned for, with our compiler options where something
+    is changed, as a call would be.
 
     Args:
         prepared: the step.
-        solution: what is written; None for the step as it was given.
+        solution: what is written; None for the step as it was given under our options, of which a budget may be a part.
         compiler_options: the user's, which ours are put under.
     """
+    options = compiler_options
+    if solution is None or not Found(prepared, solution).runs_as_given:
+        options = compiler_options_for(prepared.target.platform, compiler_options)
     captured, target = prepared.captured, prepared.target
     plain = compat.function_of_jaxpr(captured.traced)
     return compile_elsewhere(
@@ -56,7 +61,7 @@ def compile_candidate(
         captured.traced,
         donated=[index for index, given in enumerate(captured.donated) if given],
         target=target,
-        compiler_options=compiler_options_for(target.platform, compiler_options),
+        compiler_options=options,
     )
 
 

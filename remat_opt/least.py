@@ -33,6 +33,17 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
     return least if decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found) else found
 
 
+def faster_near_least(decider: Decider, found: Found) -> list[Found]:
+    """Schedules of about the least peak that take less time than what was found for a budget: peaks, by which is
+    searched, and what the compiler needs do not rise together. None where foreseeing them takes long."""
+    prepared = found.prepared
+    is_small = len(prepared.captured.program.equations) * MOST_FORESEEN <= MOST_EQUATIONS_FORESEEN
+    if decider.settings.solver != "auto" or not prepared.can_be_foreseen or prepared.is_divided or not is_small:
+        return []
+    near = (Found(prepared, solution) for solution in search_of(prepared.problem).near_least)
+    return [one for one in near if one.extra_seconds < found.extra_seconds]
+
+
 def _cheaper(others: Sequence[Found], found: Found) -> list[Found]:
     """Those of other schedules that have no more FLOPs."""
     return [one for one in others if one.extra_flops <= found.extra_flops and not one.is_the_same_as(found)]
