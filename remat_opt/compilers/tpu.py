@@ -181,7 +181,7 @@ def _stays(
 def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
     """For each value the seconds that kernels gain by having it on the chip, or how far the nearest to gaining of them
     is from being bound by memory, negative (XLA's `cost_analysis.cc`, `GetMemoryBoundedness`)."""
-    gains: dict[int, float] = {}
+    gains = dict.fromkeys(graph.inputs, 0.0)  # what makes these takes no time, so that it is bound by neither
     for op in graph.ops:
         if op.kind is Kind.BARRIER:
             continue
