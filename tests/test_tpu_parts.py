@@ -106,6 +106,7 @@ def test_a_barrier_holds_images_that_are_put_together() -> None:
     *_, copy = (op for op in graph.ops if op.name == "copy")
     assert graph.sizes[copy.outputs[0]] == 4 * 256 * 256 * 64 * 4
     assert graph.outputs == copy.outputs
+    assert any(op.name == "barrier" for op in graph_of(behind, images(4), FILTER).ops)  # of what is no value of ours
 
 
 def test_a_gradient_of_weights_reads_parts_shifted_by_a_column_each() -> None:

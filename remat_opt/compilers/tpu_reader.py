@@ -94,11 +94,11 @@ class TpuReader(Reader):
         avals = self.program.avals
         shapes = {value: aval.shape for value, aval in enumerate(avals) if aval.size > 1 or compat.is_key(aval)}
         for one in self.equations:
-            summed = tpu_products.arithmetic_of(one, self.program) is Kind.REDUCTION
-            reduced = [avals[x] for x in one.inputs if isinstance(x, int)]
-            if (one.primitive in REDUCTION or summed) and reduced:
-                largest = max(reduced, key=lambda aval: aval.size)
-                shapes.update(dict.fromkeys(one.outputs, largest.shape))
+            if one.primitive in REDUCTION or tpu_products.arithmetic_of(one, self.program) is Kind.REDUCTION:
+                reduced = [avals[x] for x in one.inputs if isinstance(x, int)]
+                largest = max(reduced, key=lambda aval: aval.size, default=None)
+                if largest is not None:
+                    shapes.update(dict.fromkeys(one.outputs, largest.shape))
         return shapes
 
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
