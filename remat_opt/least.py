@@ -33,15 +33,18 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
     return least if decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found) else found
 
 
-def faster_near_least(decider: Decider, found: Found) -> list[Found]:
-    """Schedules of about the least peak that take less time than what was found for a budget: peaks, by which is
-    searched, and what the compiler needs do not rise together. None where foreseeing them takes long."""
+def near_least(decider: Decider, found: Found) -> list[Found]:
+    """Schedules of about the least peak that take less time than what was found for a budget, the fastest first: peaks,
+    by which is searched, and what the compiler needs do not rise together. None of a step for which foreseeing them
+    takes long."""
     prepared = found.prepared
-    is_small = len(prepared.captured.program.equations) * MOST_FORESEEN <= MOST_EQUATIONS_FORESEEN
-    if decider.settings.solver != "auto" or not prepared.can_be_foreseen or prepared.is_divided or not is_small:
+    if decider.settings.solver != "auto" or not prepared.can_be_foreseen or prepared.is_divided:
+        return []
+    if len(prepared.captured.program.equations) * MOST_FORESEEN > MOST_EQUATIONS_FORESEEN:
         return []
     near = (Found(prepared, solution) for solution in search_of(prepared.problem).near_least)
-    return [one for one in near if one.extra_seconds < found.extra_seconds]
+    faster = sorted((one for one in near if one.extra_seconds < found.extra_seconds), key=lambda one: one.extra_seconds)
+    return faster[:MOST_FORESEEN]
 
 
 def _cheaper(others: Sequence[Found], found: Found) -> list[Found]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from remat_opt.budget import InfeasibleBudget
 from remat_opt.deciding import Decider, Decision
 from remat_opt.forms import Found
-from remat_opt.least import faster_near_least, least_foreseen
+from remat_opt.least import least_foreseen, near_least
 from remat_opt.targets import Figures
 
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
@@ -101,9 +101,9 @@ class _Promise:
         found = [self.decider.search(self.limit, self.size)]
         if len(self.measured) > len(self.fitting):  # sizes and peaks, by which is searched, do not rise together
             found.append(self.decider.search(int(LESS * self.limit), self.size))
-        found += faster_near_least(self.decider, min(found, key=lambda one: one.extra_seconds))
         fitting = [one for one in found if self.size(one) <= self.limit]
-        return min(fitting, key=lambda one: one.extra_seconds) if fitting else found[0]
+        best = min(fitting or found[:1], key=lambda one: one.extra_seconds)
+        return next((one for one in near_least(self.decider, best) if self.size(one) <= self.limit), best)
 
     def is_enough(self, found: Found, figures: Figures) -> bool:
         """Whether a compiled schedule keeps the budget, and uses it."""
