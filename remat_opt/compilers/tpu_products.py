@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.graph import Kind, Op
@@ -136,6 +137,26 @@ def lying_between(program: Program) -> Mapping[int, int]:
             waiting += new
         if any(read.get(one) == places for one in reached):
             found |= dict.fromkeys(reached, places)
+    return found
+
+
+def complex_for_products(program: Program) -> Mapping[int, int]:
+    """Complex arrays of which products over a batch read slices: for each the places that it takes with the batch
+    outside of the tiles. A TPU has real and imaginary parts, which are made as the products read them."""
+    cut = {e.outputs[0]: e.inputs[0] for e in program.equations if e.primitive is P.slice_p}
+    turned = {e.outputs[0]: e.inputs[0] for e in program.equations if e.primitive is P.transpose_p}
+    found: dict[int, int] = {}
+    for equation in program.equations:
+        if equation.primitive is not P.dot_general_p:
+            continue
+        _, batch = equation.params["dimension_numbers"]
+        for operand, of_batch in zip(equation.inputs, batch, strict=True):
+            whole = cut.get(operand) if isinstance(operand, int) else None
+            if isinstance(whole, int) and jnp.issubdtype(program.avals[whole].dtype, jnp.complexfloating):
+                places = _places(program, whole, of_batch).values()
+                while isinstance(whole, int):
+                    found |= {whole: count for count in places}
+                    whole = turned.get(whole)
     return found
 
 

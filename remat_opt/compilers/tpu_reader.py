@@ -299,6 +299,7 @@ class TpuReader(Reader):
         images = self.images
         joined, split = self.joined_by_batch(images), with_split_batch(self.program)
         featureless = without_features(self.program, images)
+        as_products_read = {**tpu_products.complex_for_products(self.program), **self.between_products}
         sizes = list(graph.sizes)
         rounded = self.rounded if narrow else ()
         for value, aval in enumerate(self.program.avals):
@@ -313,8 +314,8 @@ class TpuReader(Reader):
                 sizes[value] = padded_rows(aval.shape, item, self.rows[value])
             elif value in featureless:
                 sizes[value] = bytes_without_features(aval.shape, item)
-            elif value in self.between_products:
-                sizes[value] = item * self.between_products[value]
+            elif value in as_products_read:
+                sizes[value] = item * as_products_read[value]
             else:
                 is_image, with_batch = value in images, value in joined
                 batch = len(aval.shape) - 4 if value in split else 0

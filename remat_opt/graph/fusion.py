@@ -12,7 +12,8 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    counted, as for TPUs, a source that a kernel reads for something else, too, costs nothing there; and a value of one
    array, as a mask is, is made again for each op that reads it as if that was one kernel (`InstructionFusion` copies
    what is effectively unary wherever it is read). Where both move as much, as for a value that is made of two and that
-   three kernels read, one that takes dear arithmetic is stored.
+   three kernels read, one that takes dear arithmetic is stored. And of what a slice is cut from its readers read
+   no more than the slice, so that it is never stored for their sake.
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
    size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
    the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
@@ -131,6 +132,8 @@ def _spared_if_stored(
     moved = sum(graph.sizes[source] for source in read)
     if kernels is None:
         return len(users) * moved - moved - (1 + len(users)) * size
+    if op.name == "slice":
+        return -size  # who reads it reads that much of what it is cut from
     readers = frozenset().union(*(kernels[user] for user in users))
     large = sum(any(graph.sizes[source] >= size for source in found) for found in sources_of)
     count = len(readers) if large > 1 else min(len(readers), len(users))
