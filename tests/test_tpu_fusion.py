@@ -149,3 +149,13 @@ def test_where_as_much_is_moved_what_takes_much_arithmetic_is_stored(
     )
     graph = Graph((8,) * (4 + readers), ops, (one, other), tuple(range(4, 4 + readers)))
     assert (made in {value for op in fuse(graph, by_kernels=True).graph.ops for value in op.outputs}) is is_stored
+
+
+@pytest.mark.parametrize(("name", "is_stored"), [("slice", False), ("convert", True)])
+def test_a_slice_is_not_stored_for_its_readers(name: str, *, is_stored: bool) -> None:
+    """A fourth of an array, for two products: they read that much of the array, too."""
+    whole, part = range(2)
+    products = [Op((part,), (2 + at,), kind=Kind.PRODUCT, name="product") for at in range(4)]
+    ops = (Op((whole,), (part,), kind=Kind.ELEMENTWISE, name=name), *products)
+    graph = Graph((16, 4, *[4] * 4), ops, (whole,), tuple(range(2, 6)))
+    assert (part in {value for op in fuse(graph, by_kernels=True).graph.ops for value in op.outputs}) is is_stored

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.tpu_products import arithmetic_of, lying_between
+from remat_opt.compilers.tpu_products import arithmetic_of, complex_for_products, lying_between
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.program.inline import Program, inline
@@ -52,6 +52,26 @@ def test_operands_are_copied_where_they_could_pad_less(rows: int, copies: int) -
     program = program_of(product, jax.ShapeDtypeStruct((8192, rows, 32), jnp.float32))
     graph = compiled(program, Rates(1e12, {"float32": 1e14}), platform="tpu")
     assert sum(op.name == "copy" for op in graph.ops) == 2 * copies  # of the operand and of the result
+
+
+def test_a_transform_lies_as_products_over_its_frequencies_read_it() -> None:
+    """Of 64 × 33 frequencies 16 × 32 numbers each, in tiles of 16 × 128, twice four bytes."""
+
+    def low(x: jax.Array, weight: jax.Array) -> jax.Array:
+        found = jnp.moveaxis(jnp.fft.rfft2(jnp.moveaxis(x, 3, 1)), 1, 3)
+        return jnp.einsum("bxyi,xyio->bxyo", found[:, :12, :12], weight * (1 + 1j)).real
+
+    program = program_of(
+        low, jax.ShapeDtypeStruct((16, 64, 64, 32), jnp.float32), jax.ShapeDtypeStruct((12, 12, 32, 32), jnp.float32)
+    )
+    found = complex_for_products(program)
+    assert set(found.values()) == {64 * 33 * 16 * 128}
+    assert {program.avals[value].shape for value in found} == {(16, 64, 33, 32), (16, 32, 64, 33)}
+    graph = compiled(program, Rates(1e12, {"float32": 1e14}), platform="tpu")
+    (transform,) = (op for op in graph.ops if op.name == "fft")
+    (product,) = (op for op in graph.ops if op.name == "dot_general")
+    assert set(transform.outputs) < set(product.inputs)  # which cuts it
+    assert graph.sizes[transform.outputs[0]] in (0, 8 * 64 * 33 * 16 * 128)  # on the chip
 
 
 def test_what_lies_between_products() -> None:

@@ -153,9 +153,9 @@ def complex_for_products(program: Program) -> Mapping[int, int]:
         for operand, of_batch in zip(equation.inputs, batch, strict=True):
             whole = cut.get(operand) if isinstance(operand, int) else None
             if isinstance(whole, int) and jnp.issubdtype(program.avals[whole].dtype, jnp.complexfloating):
-                places = _places(program, whole, of_batch).values()
-                while isinstance(whole, int):
-                    found |= {whole: count for count in places}
+                places = _outside(program.avals[whole].shape, of_batch, 1)
+                while places and isinstance(whole, int):
+                    found[whole] = places
                     whole = turned.get(whole)
     return found
 
