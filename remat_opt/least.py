@@ -33,6 +33,14 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
     return least if decider.foreseen(least) <= WORTH_WRITING * decider.foreseen(found) else found
 
 
+def our_order_alone(decider: Decider) -> list[Found]:
+    """The step with nothing computed again, in our order, where a compiler follows that: it costs nothing, and is asked
+    before anything is refused, whatever is foreseen of it."""
+    given = decider.given
+    follows = given.target.platform != "tpu" and not given.is_divided
+    return [decider.forms.in_our_order] if follows and decider.settings.solver == "auto" else []
+
+
 def near_least(decider: Decider, found: Found) -> list[Found]:
     """Schedules of about the least peak that take less time than what was found for a budget, the fastest first: peaks,
     by which is searched, and what the compiler needs do not rise together. None of a step for which foreseeing them

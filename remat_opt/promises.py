@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from remat_opt.budget import InfeasibleBudget
 from remat_opt.deciding import Decider, Decision
 from remat_opt.forms import Found
-from remat_opt.least import least_foreseen, near_least
+from remat_opt.least import least_foreseen, near_least, our_order_alone
 from remat_opt.targets import Figures
 
 MOST_ATTEMPTS = 4  # the first plan, and three more with what the compiler said of the one before
@@ -129,12 +129,12 @@ class _Promise:
         return any(found.is_the_same_as(other) for other, _ in self.measured)
 
     def that_may_need_least(self) -> Sequence[Found]:
-        """What may need least, whatever that costs, and what is taken without a budget, from the smallest; without what
-        is out of reach."""
+        """What may need least, whatever that costs, what is taken without a budget, and our order alone, from the
+        smallest; without what is out of reach."""
         search, decider = self.decider.search, self.decider
         without_budget = search(None)
-        least = (search(0), without_budget, least_foreseen(decider, without_budget), search(0, self.size))
-        new = [one for one in least if not self.was_measured(one)]
+        least = [search(0), without_budget, least_foreseen(decider, without_budget), search(0, self.size)]
+        new = [one for one in (*least, *our_order_alone(decider)) if not self.was_measured(one)]
         different = [one for index, one in enumerate(new) if not any(map(one.is_the_same_as, new[:index]))]
         reachable = [one for one in different if self.size(one) <= self.limit * OUT_OF_REACH]
         return sorted(reachable, key=self.size) or (different[:1] if not self.measured else [])
