@@ -49,12 +49,12 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
             if not others:
                 rounded.add(value)
                 stored.add(value)
-            elif all(reader.primitive in REDUCTION or _renames(reader, summed) for reader in others) and (
-                len(others) < len(readers[value]) or any(_renames(reader, summed) for reader in others)
+            elif all(reader.primitive in REDUCTION or _turns(reader, summed) for reader in others) and (
+                len(others) < len(readers[value]) or any(_turns(reader, summed) for reader in others)
             ):
                 summed.add(value)
                 if equation.primitive in ELEMENTWISE | CONTRACTION:
-                    stored |= _names_of(value, readers, summed)
+                    stored |= _turned_with(value, readers, summed)
             elif equation.primitive in CONTRACTION and _goes_on_inside(program, value, readers, stored):
                 stored.add(value)
     for value in constants:
@@ -64,20 +64,20 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
     return frozenset(stored)
 
 
-def _renames(equation: Equation, values: Container[int]) -> bool:
+def _turns(equation: Equation, values: Container[int]) -> bool:
     """Whether an equation only turns one of some values, which costs nothing where layouts are chosen freely. (What is
     reshaped is not one buffer any more where tiles do not fit into its dimensions.)"""
     return equation.primitive is P.transpose_p and equation.outputs[0] in values
 
 
-def _names_of(value: int, readers: Mapping[int, Sequence[Equation]], values: Container[int]) -> set[int]:
-    """A value and all that names it otherwise, of some values."""
-    names, waiting = {value}, [value]
+def _turned_with(value: int, readers: Mapping[int, Sequence[Equation]], values: Container[int]) -> set[int]:
+    """A value and all of some values that it is turned to."""
+    found, waiting = {value}, [value]
     while waiting:
-        made = {r.outputs[0] for r in readers.get(waiting.pop(), ()) if _renames(r, values)} - names
-        names |= made
+        made = {r.outputs[0] for r in readers.get(waiting.pop(), ()) if _turns(r, values)} - found
+        found |= made
         waiting += made
-    return names
+    return found
 
 
 def _goes_on_inside(
