@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from remat_opt.deciding import Decider
 from remat_opt.forms import Found
+from remat_opt.prepared import Prepared
 from remat_opt.search import search_of
 
 WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
@@ -41,17 +42,16 @@ def our_order_alone(decider: Decider) -> list[Found]:
     return [decider.forms.in_our_order] if follows and decider.settings.solver == "auto" else []
 
 
-def near_least(decider: Decider, found: Found) -> list[Found]:
-    """Schedules of about the least peak that take less time than what was found for a budget, the fastest first: peaks,
-    by which is searched, and what the compiler needs do not rise together. None of a step for which foreseeing them
-    takes long."""
-    prepared = found.prepared
+def near_least(decider: Decider, prepared: Prepared, seconds: float) -> list[Found]:
+    """Schedules of about the least peak of one form of a step that take less extra time, the fastest first: peaks, by
+    which is searched for a budget, and what the compiler needs do not rise together. None where foreseeing them takes
+    long."""
     if decider.settings.solver != "auto" or not prepared.can_be_foreseen or prepared.is_divided:
         return []
     if len(prepared.captured.program.equations) * MOST_FORESEEN > MOST_EQUATIONS_FORESEEN:
         return []
     near = (Found(prepared, solution) for solution in search_of(prepared.problem).near_least)
-    faster = sorted((one for one in near if one.extra_seconds < found.extra_seconds), key=lambda one: one.extra_seconds)
+    faster = sorted((one for one in near if one.extra_seconds < seconds), key=lambda one: one.extra_seconds)
     return faster[:MOST_FORESEEN]
 
 

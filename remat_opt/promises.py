@@ -102,8 +102,9 @@ class _Promise:
         if len(self.measured) > len(self.fitting):  # sizes and peaks, by which is searched, do not rise together
             found.append(self.decider.search(int(LESS * self.limit), self.size))
         fitting = [one for one in found if self.size(one) <= self.limit]
-        best = min(fitting or found[:1], key=lambda one: one.extra_seconds)
-        return next((one for one in near_least(self.decider, best) if self.size(one) <= self.limit), best)
+        best = min(fitting, key=lambda one: one.extra_seconds, default=None)
+        near = near_least(self.decider, found[0].prepared, math.inf if best is None else best.extra_seconds)
+        return next((one for one in near if self.size(one) <= self.limit), best or found[0])
 
     def is_enough(self, found: Found, figures: Figures) -> bool:
         """Whether a compiled schedule keeps the budget, and uses it."""

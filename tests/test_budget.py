@@ -426,14 +426,14 @@ def test_after_a_miss_what_is_found_for_less_may_be_faster() -> None:
 def test_what_needs_about_least_is_taken_where_it_is_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """As of a small U-Net on the CPU: in half of its memory 8 % of FLOPs, where the search for that finds 32 %."""
     searched, too_large, fits = schedule(400, 410, 0.3), schedule(450, 430, 0.1), schedule(380, 390, 0.2)
-    monkeypatch.setattr("remat_opt.promises.near_least", lambda decider, found: [too_large, fits])
+    monkeypatch.setattr("remat_opt.promises.near_least", lambda decider, prepared, seconds: [too_large, fits])
     assert kept(lambda *_: searched) is fits
 
 
 def test_schedules_of_about_the_least_peak_come_with_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     solutions = [SimpleNamespace(extra_seconds=seconds) for seconds in (0.5, 0.2, 0.1, 0.3)]
     monkeypatch.setattr("remat_opt.least.search_of", lambda problem: SimpleNamespace(near_least=solutions))
-    prepared = SimpleNamespace(
+    prepared: Any = SimpleNamespace(
         problem=None,
         extra_seconds=0.0,
         can_be_foreseen=True,
@@ -441,10 +441,9 @@ def test_schedules_of_about_the_least_peak_come_with_the_fastest_first(monkeypat
         captured=SimpleNamespace(program=SimpleNamespace(equations=[])),
     )
     decider: Any = SimpleNamespace(settings=SimpleNamespace(solver="auto"))
-    found: Any = SimpleNamespace(prepared=prepared, extra_seconds=0.3)
-    assert [one.extra_seconds for one in near_least(decider, found)] == [0.1, 0.2]
+    assert [one.extra_seconds for one in near_least(decider, prepared, 0.3)] == [0.1, 0.2]
     prepared.captured.program.equations = [None] * 10_000  # foreseeing these takes long
-    assert near_least(decider, found) == []
+    assert near_least(decider, prepared, 0.3) == []
 
 
 def test_our_order_alone_is_asked_before_a_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
