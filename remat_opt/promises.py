@@ -59,6 +59,7 @@ class _Promise:
         self.correction = 1.0  # of what is foreseen, from what the compiler said
         self.measured: list[tuple[Found, Figures]] = []
         self.smallest: Iterator[Found] | None = None  # once nothing else is foreseen to fit
+        self.near: Found | None = None  # what needs about least and is faster than what is searched for, asked once
         plain = decider.plain_figures
         if plain is not None and decider.given.is_divided:  # the graph has the sizes on all devices together
             self.correction = plain.temp_bytes / max(decider.given.as_given, 1)
@@ -77,7 +78,8 @@ class _Promise:
                 break
             self.beside = self.counted(figures) - figures.temp_bytes
             misses = len(self.measured) - len(self.fitting)
-            if not found.prepared.in_our_order:  # where nothing is computed again other buffers are live
+            # Where nothing is computed again other buffers are live; what needs about least is no word for the rest.
+            if not found.prepared.in_our_order and found is not self.near:
                 self.correction = figures.temp_bytes / max(self.decider.foreseen(found), 1)
                 self.correction *= SAFER if misses > 1 and not self.fitting else 1
         if fitting := self.fitting:
@@ -103,8 +105,12 @@ class _Promise:
             found.append(self.decider.search(int(LESS * self.limit), self.size))
         fitting = [one for one in found if self.size(one) <= self.limit]
         best = min(fitting, key=lambda one: one.extra_seconds, default=None)
-        near = near_least(self.decider, found[0].prepared, math.inf if best is None else best.extra_seconds)
-        return next((one for one in near if self.size(one) <= self.limit), best or found[0])
+        if self.near is None:
+            near = near_least(self.decider, found[0].prepared, math.inf if best is None else best.extra_seconds)
+            self.near = next((one for one in near if self.size(one) <= self.limit), None)
+            if self.near is not None:
+                return self.near
+        return best or found[0]
 
     def is_enough(self, found: Found, figures: Figures) -> bool:
         """Whether a compiled schedule keeps the budget, and uses it."""

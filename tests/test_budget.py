@@ -430,6 +430,14 @@ def test_what_needs_about_least_is_taken_where_it_is_faster(monkeypatch: pytest.
     assert kept(lambda *_: searched) is fits
 
 
+def test_what_needs_about_least_and_misses_changes_nothing_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of a radiance field on an H200 in half of its memory: 29 % of time fit as foreseen, and with an eighth more
+    expected only 120 % would."""
+    near, fits, dear = schedule(400, 460, 0.1), schedule(430, 431, 0.3), schedule(350, 400, 1.2)
+    monkeypatch.setattr("remat_opt.promises.near_least", lambda decider, prepared, seconds: [near])
+    assert kept(fastest_of([fits, dear])) is fits
+
+
 def test_schedules_of_about_the_least_peak_come_with_the_fastest_first(monkeypatch: pytest.MonkeyPatch) -> None:
     solutions = [SimpleNamespace(extra_seconds=seconds) for seconds in (0.5, 0.2, 0.1, 0.3)]
     monkeypatch.setattr("remat_opt.least.search_of", lambda problem: SimpleNamespace(near_least=solutions))
