@@ -23,10 +23,9 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
         return found
     longer, *near = (Found(found.prepared, solution) for solution in search_of(found.prepared.problem).near_least)
     found = min([found, *_cheaper([longer], found)], key=decider.foreseen)
-    # Of a TPU, and of what several devices have, too much is not in the model to choose among many by it.
-    if found.prepared.target.platform == "tpu" or found.prepared.is_divided:
+    if not _is_foreseen_well(found.prepared):
         return found
-    count = min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // len(found.prepared.captured.program.equations))
+    count = _most_foreseen(found.prepared)
     others = [found, *_cheaper([decider.forms.in_our_order], found), *_cheaper(near, found)[:count]]
     about_least = min(map(decider.foreseen, others)) * ABOUT_AS_LITTLE
     low = (one for one in others if decider.foreseen(one) <= about_least)
@@ -35,24 +34,33 @@ def least_foreseen(decider: Decider, found: Found) -> Found:
 
 
 def our_order_alone(decider: Decider) -> list[Found]:
-    """The step with nothing computed again, in our order, where a compiler follows that: it costs nothing, and is asked
-    before anything is refused, whatever is foreseen of it."""
-    given = decider.given
-    follows = given.target.platform != "tpu" and not given.is_divided
-    return [decider.forms.in_our_order] if follows and decider.settings.solver == "auto" else []
+    """The step with nothing computed again, in our order: it costs nothing, and is asked before anything is refused,
+    whatever is foreseen of it."""
+    is_asked = decider.settings.solver == "auto" and _is_foreseen_well(decider.given)
+    return [decider.forms.in_our_order] if is_asked else []
 
 
 def near_least(decider: Decider, prepared: Prepared, seconds: float) -> list[Found]:
     """Schedules of about the least peak of one form of a step that take less extra time, the fastest first: peaks, by
     which is searched for a budget, and what the compiler needs do not rise together. None where foreseeing them takes
     long."""
-    if decider.settings.solver != "auto" or not prepared.can_be_foreseen or prepared.is_divided:
+    if decider.settings.solver != "auto" or not prepared.can_be_foreseen or not _is_foreseen_well(prepared):
         return []
-    if len(prepared.captured.program.equations) * MOST_FORESEEN > MOST_EQUATIONS_FORESEEN:
+    if _most_foreseen(prepared) < MOST_FORESEEN:
         return []
     near = (Found(prepared, solution) for solution in search_of(prepared.problem).near_least)
     faster = sorted((one for one in near if one.extra_seconds < seconds), key=lambda one: one.extra_seconds)
     return faster[:MOST_FORESEEN]
+
+
+def _is_foreseen_well(prepared: Prepared) -> bool:
+    """Of a TPU, and of what several devices have, too much is not in the model to choose among many by it."""
+    return prepared.target.platform != "tpu" and not prepared.is_divided
+
+
+def _most_foreseen(prepared: Prepared) -> int:
+    """How many schedules of about the least peak are foreseen in a bearable time."""
+    return min(MOST_FORESEEN, MOST_EQUATIONS_FORESEEN // max(len(prepared.captured.program.equations), 1))
 
 
 def _cheaper(others: Sequence[Found], found: Found) -> list[Found]:

@@ -61,7 +61,7 @@ class ChipMemory:
         self.count = 0
         self.rows = np.zeros((64, 4), dtype=np.int64)  # first and last kernel, offset and bytes
         self.repacks = 0
-        self.lacks_room = False  # since it was last set
+        self.lacks_room = False  # for what a place is looked for
 
     def stay_with_room(self, find: Callable[[], Stay]) -> Stay:
         """What finds places for a buffer; once more after all is put together again, where it lacks room at first."""

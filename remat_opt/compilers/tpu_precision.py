@@ -49,8 +49,8 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
             if not others:
                 rounded.add(value)
                 stored.add(value)
-            elif all(reader.primitive in REDUCTION or _turns(reader, summed) for reader in others) and (
-                len(others) < len(readers[value]) or any(_turns(reader, summed) for reader in others)
+            elif all(reader.primitive in REDUCTION or _turns(reader, summed) for reader in others) and any(
+                reader.primitive not in REDUCTION for reader in readers[value]
             ):
                 summed.add(value)
                 if equation.primitive in ELEMENTWISE | CONTRACTION:

@@ -147,6 +147,11 @@ class TpuReader(Reader):
         return rows_of(self.program)
 
     @functools.cached_property
+    def as_products_read(self) -> Mapping[int, int]:
+        """What lies with the batch of products outside of the tiles: the places that each takes."""
+        return {**tpu_products.complex_for_products(self.program), **self.between_products}
+
+    @functools.cached_property
     def between_products(self) -> Mapping[int, int]:
         """What lies between products over a batch, with the places that it takes."""
         return lying_between(self.program)
@@ -299,7 +304,6 @@ class TpuReader(Reader):
         images = self.images
         joined, split = self.joined_by_batch(images), with_split_batch(self.program)
         featureless = without_features(self.program, images)
-        as_products_read = {**tpu_products.complex_for_products(self.program), **self.between_products}
         sizes = list(graph.sizes)
         rounded = self.rounded if narrow else ()
         for value, aval in enumerate(self.program.avals):
@@ -314,8 +318,8 @@ class TpuReader(Reader):
                 sizes[value] = padded_rows(aval.shape, item, self.rows[value])
             elif value in featureless:
                 sizes[value] = bytes_without_features(aval.shape, item)
-            elif value in as_products_read:
-                sizes[value] = item * as_products_read[value]
+            elif value in self.as_products_read:
+                sizes[value] = item * self.as_products_read[value]
             else:
                 is_image, with_batch = value in images, value in joined
                 batch = len(aval.shape) - 4 if value in split else 0

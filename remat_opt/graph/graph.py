@@ -44,7 +44,7 @@ class Op:
         dear_of: of a kernel, operands that it does dear arithmetic on and reads beside that, too.
         moved_of: of a kernel, operands that it reads at other places than it writes, as slices do.
         rows_of: of a kernel, operands whose rows it reduces, too, before it writes.
-        written_over: of a product's kernel, operands that it reads at the places that it writes alone.
+        written_over: of a product's or a library's kernel, operands that it reads at the places that it writes alone.
         of_buffers: its operands are buffers although its kind does not ask for that.
         of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
         changed_later: its result is changed afterwards where it lies, and so gets a place of its own.
