@@ -12,7 +12,11 @@ from flop_walk import flops_of
 import remat_opt
 from remat_opt import Plan, PlanError, optimize
 from remat_opt.compiling import compile_candidate
+from remat_opt.prepared import prepare
 from remat_opt.program import compat
+from remat_opt.program.capture import capture
+from remat_opt.targets import resolve_target
+from remat_opt.targets.options import compiler_options_for
 
 TIMES, WIDTH, ROWS = 24, 256, 64
 
@@ -118,3 +122,15 @@ def test_a_function_without_a_gradient_may_need_less_in_our_order() -> None:
     assert found.plan.predicted.extra_flops == 0
     assert found.optimized.temp_bytes < 0.5 * found.plain.temp_bytes
     np.testing.assert_allclose(optimize(products)(x, weights), products(x, weights), rtol=1e-4)
+
+
+def test_what_runs_as_given_is_compiled_without_our_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        "remat_opt.compiling.compile_elsewhere", lambda *_, **how: asked.append(how["compiler_options"])
+    )
+    prepared = prepare(capture(jax.jit(lambda x: jnp.sin(x).sum()), (jnp.ones(8),), {}), resolve_target("cpu"))
+    for solution in (prepared.problem.plain, None):
+        compile_candidate(prepared, solution, {"xla_cpu_enable_fast_math": True})
+    assert asked[0] == {"xla_cpu_enable_fast_math": True}
+    assert asked[1] == compiler_options_for("cpu", asked[0])

@@ -83,6 +83,15 @@ def test_what_is_to_be_put_together_stays_where_that_takes_more_room() -> None:
     assert chip.rows[:3, 2].tolist() == [0, 700, 0]
 
 
+def test_an_argument_that_gains_nothing_comes_before_what_arithmetic_keeps_waiting() -> None:
+    given, made, result = range(3)
+    product = {"kind": Kind.PRODUCT, "flops": 1e6}
+    ops = (Op((given,), (made,), **product), Op((given, made), (result,), **product))
+    gains = tpu.gains_on_chip(Graph((4, 4, 4), ops, (given,), (result,), fused=True), RATES)
+    assert gains[given] == 0.0
+    assert gains[made] < 0.0
+
+
 def test_a_place_above_all_others_is_the_last_choice() -> None:
     chip = memory(*[1.0] * 8)
     chip.takes(300, 600, 1, 7)
