@@ -34,6 +34,7 @@ from remat_opt.compilers.tpu_ordering import tpu_order
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.compilers.tpu_tables import with_small_tables
+from remat_opt.compilers.tpu_transposes import with_transposes_undone
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
@@ -70,7 +71,9 @@ def compiled(
     bodies = _Bodies(rates, platform, saving_memory)
     if platform in GPUS:
         program = with_vectors_by_loops(program)
-    program = by_slices(before_products(by_comparison(program)) if platform == "tpu" else program)
+    if platform == "tpu":
+        program = with_transposes_undone(before_products(by_comparison(program)))
+    program = by_slices(program)
     reader = _reader_of(program, rates, platform, bodies, loop)
     unfused = reader.read(donated)
     if platform not in GPUS:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Container, Sequence
 
+from jax.extend.core import primitives as P
+
 from remat_opt.graph.fusion import held_by, there_from
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import behind_operands
@@ -82,6 +84,8 @@ def _steps_after(
                     del waiting[value]
         (made,) = op.outputs
         users = {user for user in graph.users[made] if made not in outputs or graph.ops[user].kind is not Kind.BARRIER}
+        if len(users) > 1 and any(graph.ops[user].name == P.transpose_p.name for user in users):
+            break  # it is made in two layouts
         if users:
             waiting[made] = users
         if made in outputs and elements[made] != elements[result]:

@@ -141,23 +141,43 @@ def lying_between(program: Program) -> Mapping[int, int]:
 
 
 def complex_for_products(program: Program) -> Mapping[int, int]:
-    """Complex arrays of which products over a batch read slices: for each the places that it takes with the batch
-    outside of the tiles. A TPU has real and imaginary parts, which are made as the products read them."""
+    """Complex arrays of which products over a batch read slices, and that are padded of what such products make: for
+    each the places that it takes with the batch outside of the tiles. A TPU has real and imaginary parts, which are
+    made, and put together, as the products have them."""
     cut = {e.outputs[0]: e.inputs[0] for e in program.equations if e.primitive is P.slice_p}
     turned = {e.outputs[0]: e.inputs[0] for e in program.equations if e.primitive is P.transpose_p}
     found: dict[int, int] = {}
+    batches: dict[int, tuple[int, ...]] = {}  # of what products made, which dimensions number their batch
     for equation in program.equations:
+        if equation.primitive is P.transpose_p:
+            ((given,), (result,)) = equation.inputs, equation.outputs
+            if given in batches:
+                permutation = tuple(equation.params["permutation"])
+                batches[result] = tuple(permutation.index(at) for at in batches[given])
+                if given in found:
+                    found[result] = found[given]
+        elif equation.primitive is P.pad_p and equation.inputs[0] in batches:
+            (result,) = equation.outputs
+            batches[result] = batches[equation.inputs[0]]
+            found[result] = _outside(program.avals[result].shape, batches[result], 1)
         if equation.primitive is not P.dot_general_p:
             continue
         _, batch = equation.params["dimension_numbers"]
+        (result,) = equation.outputs
+        if batch[0] and _is_complex(program, result) and _places(program, result, range(len(batch[0]))):
+            batches[result] = tuple(range(len(batch[0])))
         for operand, of_batch in zip(equation.inputs, batch, strict=True):
             whole = cut.get(operand) if isinstance(operand, int) else None
-            if isinstance(whole, int) and jnp.issubdtype(program.avals[whole].dtype, jnp.complexfloating):
+            if isinstance(whole, int) and _is_complex(program, whole):
                 places = _outside(program.avals[whole].shape, of_batch, 1)
                 while places and isinstance(whole, int):
                     found[whole] = places
                     whole = turned.get(whole)
     return found
+
+
+def _is_complex(program: Program, value: int) -> bool:
+    return jnp.issubdtype(program.avals[value].dtype, jnp.complexfloating)
 
 
 def _places(program: Program, value: int, batch: Sequence[int]) -> dict[int, int]:

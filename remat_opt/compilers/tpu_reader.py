@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers import tpu_convolutions, tpu_products
+from remat_opt.compilers import tpu_convolutions, tpu_products, tpu_transforms
 from remat_opt.compilers.equations import (
     CUTTING,
     WINDOWED,
@@ -181,6 +181,9 @@ class TpuReader(Reader):
                 op, inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside
             )
             return [*rounded.values(), op]
+        if equation.primitive is P.fft_p:
+            (op,) = ops
+            return tpu_transforms.by_products(self, equation, op)
         if equation.primitive is P.conv_general_dilated_p:
             (op,) = ops
             return tpu_convolutions.with_copies(self, equation, op)
@@ -190,7 +193,14 @@ class TpuReader(Reader):
         if equation.primitive is not P.dot_general_p or tpu_products.arithmetic_of(equation, self.program):
             return ops
         (op,) = ops
+        if not self.lying_as_transforms.isdisjoint(equation.inputs):
+            op = dataclasses.replace(op, of_buffers=True)
         return tpu_products.with_copies(self, equation, op)
+
+    @functools.cached_property
+    def lying_as_transforms(self) -> frozenset[int]:
+        """What lies as transforms make it."""
+        return tpu_transforms.lying_as_transforms(self.program)
 
     def is_one_key(self, equation: Equation) -> bool:
         """Whether an equation takes one random key out of several."""
