@@ -1,8 +1,9 @@
-"""Transposes that a TPU's compiler takes up through elementwise work to others that they undo.
+"""Transposes for Fourier transforms, which a TPU's compiler takes up through elementwise work to those behind others.
 
 A sum of what one transform made and turned, and of something else, is turned for the next transform: the compiler turns
 the summands instead, of which the first then is as the transform made it. Who reads the sum as it was reads another
-one, so that there are two from then on.
+one, so that there are two from then on. (Products read and make their dimensions in any order; transposes before and
+behind them are part of them.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from remat_opt.program.primitives import ELEMENTWISE
 
 
 def with_transposes_undone(program: Program) -> Program:
-    """A program with a second run of elementwise work for each transpose of it that undoes one of its operands'."""
+    """A program with a second run of elementwise work for each transpose of it that a transform reads and that undoes
+    the one behind another."""
     turning = _Turning(program)
     for equation in program.equations:
         turning.take(equation)
@@ -32,13 +34,14 @@ class _Turning:
         self.equations: list[Equation] = []
         self.is_changed = False
         self._maker = {value: equation for equation in program.equations for value in equation.outputs}
+        self._transformed = {x for equation in program.equations if equation.primitive is P.fft_p for x in equation.inputs}
         self._turned: dict[tuple[int, tuple[int, ...]], int] = {}  # what is made already, by value and permutation
 
     def take(self, equation: Equation) -> None:
         if equation.primitive is P.transpose_p and isinstance(equation.inputs[0], int):
             (given,), (result,) = equation.inputs, equation.outputs
             permutation = tuple(equation.params["permutation"])
-            if self._is_work(given) and self._undoes(given, permutation):
+            if result in self._transformed and self._is_work(given) and self._undoes(given, permutation):
                 self._again(self._maker[given], permutation, equation, result)
                 return
         self.equations.append(equation)
@@ -66,9 +69,12 @@ class _Turning:
         return False
 
     def _before(self, value: int, permutation: tuple[int, ...]) -> int | None:
-        """What a value is a transpose of that the permutation undoes."""
+        """What a transform made of which a value is a transpose that the permutation undoes."""
         maker = self._maker.get(value)
-        if maker is None or maker.primitive is not P.transpose_p or not isinstance(maker.inputs[0], int):
+        if maker is None or maker.primitive is not P.transpose_p:
+            return None
+        transform = self._maker.get(maker.inputs[0])
+        if transform is None or transform.primitive is not P.fft_p:
             return None
         first = tuple(maker.params["permutation"])
         return maker.inputs[0] if [first[at] for at in permutation] == list(range(len(first))) else None
