@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.unseen import further, gradients, images, language, lately, others
+from benchmarks.unseen import further, gradients, images, language, lately, latest, others
 from benchmarks.unseen.step import Unseen
 
 NETWORKS: dict[str, Callable[[], Unseen]] = {
@@ -52,4 +52,10 @@ NETWORKS: dict[str, Callable[[], Unseen]] = {
     "differential_equation": gradients.differential_equation,
     "private": gradients.private,
     "sharpness_aware": gradients.sharpness_aware,
+    "long_convolution": latest.long_convolution,
+    "mixing": latest.mixing,
+    "triangles": latest.triangles,
+    "orthogonalised": latest.orthogonalised,
+    "equilibrium": latest.equilibrium,
+    "dreaming": latest.dreaming,
 }
