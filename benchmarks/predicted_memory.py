@@ -101,6 +101,7 @@ _UNSEEN = (
     *("radiance_field", "two_views", "retention", "points", "adapters", "learning_to_learn"),
     *("flow", "distillation", "super_resolution", "fourier_operator", "detector"),
     *("grouped", "quantised", "gradient_penalty", "differential_equation", "private", "sharpness_aware"),
+    *("long_convolution", "mixing", "triangles", "orthogonalised", "equilibrium", "dreaming"),
 )
 _NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (

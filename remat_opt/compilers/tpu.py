@@ -35,7 +35,7 @@ from remat_opt.compilers.tpu_fusion import NUMBER
 from remat_opt.compilers.tpu_tables import has_several_results
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import Lives, simulate
+from remat_opt.graph.liveness import Lives, peak_of, simulate
 from remat_opt.graph.schedule import save_everything
 
 # 128 MiB on TPU v5e and v6e, of which 16 MiB are kept for the kernels' own scratch (XLA's `scoped_vmem_limit`).
@@ -45,6 +45,13 @@ SLICED_FROM = 2**20
 TABLES_OF_SLICES = 8
 _NUMBER = 512  # bytes that a single number takes; each begins a page, of a random key both
 _TABLES = "tables"
+# Where nearly all is on the chip, whether one array more finds a gap there is most of what the compiler reports, and a
+# matter of the order in which they are placed. That is by gains which we know to a few percent: in a gradient penalty,
+# planned, orders by gains as far from ours leave 4.5 to 13 MB outside (5.7 compiled). So a median of them is taken.
+# (In the benchmark's plain steps they leave the same.)
+NEARLY_ALL = 0.25  # of the chip may lie outside
+KNOWN_TO = 0.03
+OTHER_ORDERS = 6  # beside ours
 
 
 def on_chip(
@@ -72,9 +79,29 @@ def on_chip(
     graph, cuts = with_cuts_put_off(graph, rounded, Clock(graph, capacity, rates))
     clock = Clock(graph, capacity, rates)
     lives = simulate(graph, save_everything(graph)).lives
+    gains = gains_on_chip(graph, rates)
+
+    def placed(gains: np.ndarray) -> tuple[Graph, bool]:
+        memory = ChipMemory(capacity, clock)
+        stays = _stays(graph, lives, gains, memory, numbers, cuts, is_body=is_body)
+        return _with_stays(graph, lives, stays, numbers), memory.lacked_room
+
+    first, lacks_room = placed(gains)
+    if not lacks_room or peak_of(first) > NEARLY_ALL * capacity:
+        return first
+    others = [placed(gains * _about_one(gains, seed))[0] for seed in range(OTHER_ORDERS)]
+    return sorted([first, *others], key=peak_of)[OTHER_ORDERS // 2]
+
+
+def _about_one(gains: np.ndarray, seed: int) -> np.ndarray:
+    """A factor for each gain, the same for the same gains."""
+    distinct, which = np.unique(gains, return_inverse=True)
+    return (1 + KNOWN_TO * np.random.default_rng(seed).standard_normal(len(distinct)))[which]
+
+
+def _with_stays(graph: Graph, lives: Lives, stays: Mapping[int, Stay], numbers: Set[int]) -> Graph:
+    """The graph with its buffers as long as they lie in the device's memory, and with the tables."""
     outputs = set(graph.outputs)
-    memory = ChipMemory(capacity, clock)
-    stays = _stays(graph, lives, rates, memory, numbers, cuts, is_body=is_body)
     sizes, unread, copies = list(graph.sizes), collections.defaultdict(set), 0
     leaving: dict[int, list[int]] = collections.defaultdict(list)
     for index, stay in stays.items():
@@ -144,7 +171,7 @@ def _reads(graph: Graph, lives: Lives, index: int) -> list[int]:
 def _stays(
     graph: Graph,
     lives: Lives,
-    rates: Rates,
+    gains: np.ndarray,
     memory: ChipMemory,
     numbers: Set[int],
     cuts: Mapping[int, int],
@@ -155,7 +182,7 @@ def _stays(
     arguments = len(graph.inputs)
     sizes = lives.size.copy()
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
-    gains = gains_on_chip(graph, rates)[lives.value] / np.sqrt(np.maximum(sizes, 1))
+    gains = gains[lives.value] / np.sqrt(np.maximum(sizes, 1))
     if is_body:
         gains[:arguments] = np.inf
     written_by = {given: graph.producer[output] for given, output in graph.aliases}

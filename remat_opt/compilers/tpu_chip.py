@@ -62,12 +62,14 @@ class ChipMemory:
         self.rows = np.zeros((64, 4), dtype=np.int64)  # first and last kernel, offset and bytes
         self.repacks = 0
         self.lacks_room = False  # for what a place is looked for
+        self.lacked_room = False  # for anything
 
     def stay_with_room(self, find: Callable[[], Stay]) -> Stay:
         """What finds places for a buffer; once more after all is put together again, where it lacks room at first."""
         before = self._state()
         self.lacks_room = False
         stay = find()
+        self.lacked_room |= self.lacks_room
         if not self.lacks_room or self.repacks == MOST_REPACKS:
             return stay
         self._restore(before)

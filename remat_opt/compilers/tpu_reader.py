@@ -149,7 +149,8 @@ class TpuReader(Reader):
     @functools.cached_property
     def as_products_read(self) -> Mapping[int, int]:
         """What lies with the batch of products outside of the tiles: the places that each takes."""
-        return {**tpu_products.complex_for_products(self.program), **self.between_products}
+        spectra = tpu_transforms.places_of_spectra(self.program)
+        return {**spectra, **tpu_products.complex_for_products(self.program), **self.between_products}
 
     @functools.cached_property
     def between_products(self) -> Mapping[int, int]:

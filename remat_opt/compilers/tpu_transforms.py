@@ -1,22 +1,25 @@
 """Fourier transforms on a TPU: products with matrices of sines and cosines, one dimension after the other.
 
 Of real numbers a product makes real and one imaginary parts. Of complex ones three products make both (Gauss's): that
-of the parts' sum, and two which read what it made. A transform of half of the frequencies to real numbers is one of all
-of them, so that the other half is put beside it first, the other way round. Products read and make their dimensions in
-the lanes; where the parts lie otherwise, as other products read them, they are copied before and behind.
+of the parts' sum, and two which read what it made. Long dimensions are two, the inner one of 128 numbers (Cooley's and
+Tukey's), with three products for each; all frequencies are made then, of which readers take the half that they want. A
+transform of half of the frequencies to real numbers is one of all of them, so that the other half is put beside it
+first, the other way round. Products read and make their dimensions in the lanes; where the parts lie otherwise, they
+are copied before and behind (seen in dumps of libtpu 0.0.51).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.graph import Kind, Op
-from remat_opt.graph.tiles import padded_bytes
+from remat_opt.graph.tiles import bytes_with_lanes, padded_bytes
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:
 
 ITEM = 4  # bytes of a real or imaginary part; of double precision there is none on a TPU
 OF_COMPLEX = 3  # products for complex numbers
+LONGEST = 256  # of a dimension that one product transforms
 
 
 def by_products(reader: TpuReader, equation: Equation, op: Op) -> Sequence[Op]:
@@ -35,10 +39,9 @@ def by_products(reader: TpuReader, equation: Equation, op: Op) -> Sequence[Op]:
         equation: an `fft`.
         op: what it is by itself.
     """
-    (given,), (result,) = equation.inputs, equation.outputs
-    if isinstance(given, Constant):
+    if isinstance(equation.inputs[0], Constant):
         return [op]
-    return _Transform(reader, given, result, op.inputs).kernels(len(equation.params["fft_lengths"]))
+    return _Transform(reader, equation, op.inputs).kernels()
 
 
 def lying_as_transforms(program: Program) -> frozenset[int]:
@@ -46,112 +49,154 @@ def lying_as_transforms(program: Program) -> frozenset[int]:
     transforms made them, and other products read copies."""
     found = set[int]()
     for equation in program.equations:
-        made = equation.outputs
         if equation.primitive is P.fft_p:
-            is_found = True
+            made = equation.outputs
         elif equation.primitive in ELEMENTWISE or equation.primitive is P.transpose_p:
             sizes = {program.avals[x].size for x in equation.inputs if x in found}
-            is_found = any(program.avals[value].size in sizes for value in made)
+            made = [value for value in equation.outputs if program.avals[value].size in sizes]
         else:
-            is_found = False
-        if is_found:
-            found.update(value for value in made if not jnp.issubdtype(program.avals[value].dtype, jnp.complexfloating))
+            continue
+        found.update(value for value in made if not _is_complex(program, value))
     return frozenset(found)
 
 
+def places_of_spectra(program: Program) -> Mapping[int, int]:
+    """For what transforms make, and read, of complex numbers, as it is or turned, how many places each part takes."""
+    lanes = _lanes(program)
+    found: dict[int, int] = {}
+    for equation in program.equations:
+        if equation.primitive is P.fft_p:
+            for value in (*equation.inputs, *equation.outputs):
+                if isinstance(value, int) and _is_complex(program, value):
+                    shape = _made(program, equation) if value in equation.outputs else program.avals[value].shape
+                    found[value] = _bytes(shape, lanes.get(value)) // ITEM
+    for equation in program.equations:
+        if equation.primitive is P.transpose_p:
+            (given,), (result,) = equation.inputs, equation.outputs
+            if given in found:
+                found.setdefault(result, found[given])
+            elif result in found and isinstance(given, int):
+                found.setdefault(given, found[result])
+    return found
+
+
+def _lanes(program: Program) -> Mapping[int, int]:
+    """Which dimension of a spectrum lies in the lanes: that which is the last where it is no transform's."""
+    found: dict[int, int] = {}
+    for equation in program.equations:
+        if equation.primitive is P.transpose_p and isinstance(equation.inputs[0], int):
+            (given,), (result,) = equation.inputs, equation.outputs
+            permutation = tuple(equation.params["permutation"])
+            if permutation:
+                found[given] = permutation[-1]
+                found[result] = permutation.index(len(permutation) - 1)
+    return found
+
+
+def _made(program: Program, equation: Equation) -> tuple[int, ...]:
+    """The shape of what a transform makes: of a long dimension all frequencies."""
+    (result,) = equation.outputs
+    shape, length = program.avals[result].shape, equation.params["fft_lengths"][-1]
+    return (*shape[:-1], length) if length > LONGEST else shape
+
+
+def _is_complex(program: Program, value: int) -> bool:
+    return jnp.issubdtype(program.avals[value].dtype, jnp.complexfloating)
+
+
+def _bytes(shape: Sequence[int], lanes: int | None) -> int:
+    return padded_bytes(shape, ITEM) if lanes is None else bytes_with_lanes(shape, ITEM, lanes)
+
+
 class _Transform:
-    def __init__(self, reader: TpuReader, given: int, result: int, inputs: Sequence[int]):
+    """The kernels of one transform while they are put together."""
+
+    def __init__(self, reader: TpuReader, equation: Equation, inputs: Sequence[int]):
         self.reader = reader
-        self.given = given
-        self.result = result
+        self.lengths = equation.params["fft_lengths"]
+        (self.given,), (self.result,) = equation.inputs, equation.outputs
         self.inputs = tuple(inputs)
-        avals = reader.program.avals
-        self.shape, self.last_shape = avals[given].shape, avals[result].shape
-        self.from_real = not jnp.issubdtype(avals[given].dtype, jnp.complexfloating)
-        self.to_real = not jnp.issubdtype(avals[result].dtype, jnp.complexfloating)
+        self.before = reader.program.avals[self.given].shape
+        self.behind = _made(reader.program, equation)
         self.ops: list[Op] = []
 
-    def kernels(self, dimensions: int) -> list[Op]:
-        outer = dimensions - 1
+    def kernels(self) -> list[Op]:
         parts = self.inputs
-        shape = self.shape
-        is_real = self.from_real
-        for _ in range(outer):
-            parts = self.stage(parts, shape, is_real=is_real, shape=shape)
-            is_real = False
-        if self.to_real:
+        is_real = not _is_complex(self.reader.program, self.given)
+        for length in self.lengths[:-1]:
+            for _ in range(_products(length)):
+                parts = self.stage(parts, self.before, length, is_real=is_real)
+                is_real = False
+        length = self.lengths[-1]
+        if not _is_complex(self.reader.program, self.result):
             self.to_real_numbers(parts)
-        else:
-            self.stage(parts, self.shape, is_real=is_real, shape=self.last_shape, result=self.result)
+            return self.ops
+        for _ in range(_products(length) - 1):
+            parts = self.stage(parts, self.behind, length, is_real=is_real)
+            is_real = False
+        self.stage(parts, self.behind, length, is_real=is_real, is_last=True)
         return self.ops
 
-    def size(self, shape: Sequence[int]) -> int:
-        return padded_bytes(shape, ITEM)
-
-    def as_read(self, value: int, shape: Sequence[int]) -> int:
-        """Bytes of one part as products read a value of the program, in another shape of the same batch; 0 where it
-        lies as transforms read it."""
-        places = self.reader.as_products_read.get(value, 0)
-        if not places:
+    def lying(self, value: int, shape: Sequence[int]) -> int:
+        """Bytes of one part, in the layout of a value of the program; 0 where it lies as transforms have it."""
+        places = self.reader.as_products_read.get(value)
+        own = self.behind if value == self.result else self.before
+        if places is None or not _is_complex(self.reader.program, value) or ITEM * places == padded_bytes(own, ITEM):
             return 0
-        return ITEM * places * math.prod(shape) // math.prod(self.reader.program.avals[value].shape)
+        return ITEM * places * math.prod(shape) // math.prod(own)
 
-    def new(self, size: int) -> int:
-        return self.reader.new(size)
-
-    def add(self, inputs: Sequence[int], output: int, kind: Kind, length: int = 0) -> int:
+    def add(self, kind: Kind, inputs: Sequence[int], size: int | None, length: int = 0) -> int:
+        """One more kernel, whose result takes so many bytes, or is the transform's."""
+        output = self.result if size is None else self.reader.new(size)
         flops = 2.0 * length * self.reader.sizes[output] / ITEM if kind is Kind.PRODUCT else 0.0
-        name = P.dot_general_p.name if kind is Kind.PRODUCT else "copy" if kind is Kind.OPAQUE else P.add_p.name
-        self.ops.append(Op(tuple(inputs), (output,), kind=kind, flops=flops, name=name))
+        self.ops.append(Op(tuple(inputs), (output,), kind=kind, flops=flops, name=_NAMES[kind]))
         return output
 
     def copied(self, parts: Sequence[int], size: int) -> list[int]:
-        return [self.add((part,), self.new(size), Kind.OPAQUE) for part in parts]
+        return [self.add(Kind.OPAQUE, (part,), size) for part in parts]
+
+    def products(self, parts: Sequence[int], size: int, length: int, *, is_real: bool) -> list[int]:
+        if is_real:
+            return [self.add(Kind.PRODUCT, parts, size, length) for _ in range(2)]
+        first = self.add(Kind.PRODUCT, parts[:1], size, length)
+        return [first, *(self.add(Kind.PRODUCT, (first, *parts[1:]), size, length) for _ in range(2))]
 
     def stage(
-        self,
-        parts: Sequence[int],
-        before: Sequence[int],
-        *,
-        is_real: bool,
-        shape: Sequence[int],
-        result: int | None = None,
+        self, parts: Sequence[int], shape: Sequence[int], length: int, *, is_real: bool, is_last: bool = False
     ) -> tuple[int, ...]:
-        """A transform along one dimension, of real parts and imaginary ones to such."""
-        size, length = self.size(shape), before[-1]
-        lying = self.as_read(self.given, before) if tuple(parts) == self.inputs else 0
+        """Products along a dimension, of a value of the program or of real and imaginary parts, and what these are."""
+        lying = self.lying(self.given, self.before) if tuple(parts) == self.inputs else 0
         if lying:
-            operands = [self.add(parts, self.new(lying), Kind.ELEMENTWISE) for _ in range(OF_COMPLEX)]
-            parts = self.copied(operands, self.size(before))
-        if is_real:
-            made = [self.add(parts, self.new(size), Kind.PRODUCT, length) for _ in range(2)]
-        else:
-            both = self.add(parts[:1], self.new(size), Kind.PRODUCT, length)
-            made = [both, *(self.add((both, *parts[1:]), self.new(size), Kind.PRODUCT, length) for _ in range(2))]
-        back = lying or (self.as_read(self.result, shape) if result is not None else 0)
-        if back:
+            operands = [self.add(Kind.ELEMENTWISE, parts, lying) for _ in range(OF_COMPLEX)]
+            parts = self.copied(operands, padded_bytes(self.before, ITEM))
+        made = self.products(parts, padded_bytes(shape, ITEM), length, is_real=is_real)
+        back = self.lying(self.result, shape) if is_last else lying
+        if back and _products(length) == 1:
             made = self.copied(made, back)
-        if result is None and not back:
-            return tuple(made[-2:])
-        if result is None:
-            return tuple(self.add(made, self.new(back), Kind.ELEMENTWISE) for _ in range(2))
-        self.add(made, result, Kind.OPAQUE)
-        return (result,)
+        if is_last:
+            return (self.add(Kind.OPAQUE, made, None),)
+        return tuple(self.add(Kind.ELEMENTWISE, made, back) for _ in range(2)) if back else tuple(made[-2:])
 
     def to_real_numbers(self, parts: Sequence[int]) -> None:
-        half, whole = self.shape, self.last_shape
-        lying = self.as_read(self.given, half)
-        size = self.size(whole)
-        if lying:
-            lying_whole = self.as_read(self.given, whole)
-            turned_size = self.as_read(self.given, (*half[:-1], whole[-1] - half[-1]))
-        else:
-            lying_whole = size
-            turned_size = self.size((*half[:-1], whole[-1] - half[-1]))
-        turned = [self.add((part,), self.new(turned_size), Kind.OPAQUE) for part in parts]
-        all_of = [self.add((*parts, *turned), self.new(lying_whole), Kind.ELEMENTWISE) for _ in range(OF_COMPLEX)]
-        operands = self.copied(all_of, size) if lying else all_of
-        length = whole[-1]
-        first = self.add(operands[:1], self.new(size), Kind.PRODUCT, length)
-        second = self.add((first, operands[1]), self.new(size), Kind.PRODUCT, length)
-        self.add((first, second, operands[2]), self.result, Kind.PRODUCT, length)
+        """Products of half of the frequencies, with those put beside them that are the same the other way round."""
+        length, size = self.lengths[-1], padded_bytes(self.behind, ITEM)
+        other_half = (*self.before[:-1], self.behind[-1] - self.before[-1])
+        lying = functools.partial(self.lying, self.given)
+        turned = [
+            self.add(Kind.OPAQUE, (part,), lying(other_half) or padded_bytes(other_half, ITEM))
+            for part in (parts if len(parts) == 2 else parts * 2)
+        ]
+        whole = [self.add(Kind.ELEMENTWISE, (*parts, *turned), lying(self.behind) or size) for _ in range(OF_COMPLEX)]
+        parts = self.copied(whole, size) if lying(self.behind) else whole
+        for _ in range(_products(length) - 1):
+            parts = self.products(parts, size, length, is_real=False)[-2:]
+        first = self.add(Kind.PRODUCT, parts[:1], size, length)
+        second = self.add(Kind.PRODUCT, (first, parts[1]), size, length)
+        self.add(Kind.PRODUCT, (first, second, parts[-1]), None, length)
+
+
+_NAMES = {Kind.PRODUCT: P.dot_general_p.name, Kind.OPAQUE: "copy", Kind.ELEMENTWISE: P.add_p.name}
+
+
+def _products(length: int) -> int:
+    return 1 if length <= LONGEST else 2

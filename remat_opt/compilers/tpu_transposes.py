@@ -34,7 +34,9 @@ class _Turning:
         self.equations: list[Equation] = []
         self.is_changed = False
         self._maker = {value: equation for equation in program.equations for value in equation.outputs}
-        self._transformed = {x for equation in program.equations if equation.primitive is P.fft_p for x in equation.inputs}
+        self._transformed = {
+            x for equation in program.equations if equation.primitive is P.fft_p for x in equation.inputs
+        }
         self._turned: dict[tuple[int, tuple[int, ...]], int] = {}  # what is made already, by value and permutation
 
     def take(self, equation: Equation) -> None:

@@ -57,6 +57,14 @@ def padded_rows(shape: Sequence[int], item: int, count: int) -> int:
     return rows * min(_tiled_bytes(row, item, lanes, few, _few(row[few])) for lanes, few in pairs)
 
 
+def bytes_with_lanes(shape: Sequence[int], item: int, lanes: int) -> int:
+    """Bytes of an array of which one dimension is known to be in the lanes."""
+    others = [at for at in range(len(shape)) if at != lanes]
+    if not others:
+        return padded_bytes(shape, item)
+    return min(_tiled_bytes(shape, item, lanes, sublanes) for sublanes in others)
+
+
 def elements_by_rows(shape: Sequence[int]) -> int:
     """Elements of an array that lies row by row, its last dimension in the lanes, with those that fill up its tiles."""
     shape = [size for size in shape if size != 1]
