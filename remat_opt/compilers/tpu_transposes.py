@@ -9,7 +9,6 @@ behind them are part of them.)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
