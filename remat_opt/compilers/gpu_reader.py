@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from jax.extend.core import primitives as P
 
@@ -60,7 +61,7 @@ class GpuReader(ScatterReader):
             result = self.program.avals[equation.outputs[0]]
             split = split_of(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
-            of_views = split.parts > 1 or not is_plain
+            of_views = (split.parts > 1 or not is_plain) and not _is_divided_as_it_is(equation, operands[0], split)
             copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=of_views))
             if split.padded > split.summed:
                 copies, op = self.padded_for(equation, op, split)
@@ -172,7 +173,8 @@ class GpuReader(ScatterReader):
 
     def sources_in_product(self, value: int) -> Sequence[int]:
         """What a product reads for an operand. Work on one array, with constants and what is spread over it, it
-        does itself as it reads that array; not what the product before does with its result (`gemm_fusion.cc`)."""
+        does itself as it reads that array; not what the product before does with its result, and no square, whose two
+        operands are taken to be two arrays (`gemm_fusion.cc`)."""
         small: list[int] = []
         while not self.ends_product(value):
             equation = self.producer.get(value)
@@ -182,7 +184,7 @@ class GpuReader(ScatterReader):
                 (value,) = self.variables(equation)
                 continue
             whole = self.whole_operand(equation)
-            if whole is None or self.sizes[whole] > self.sizes[value] + _TOLERATED:
+            if whole is None or self.sizes[whole] > self.sizes[value] + _TOLERATED or _multiplies_itself(equation):
                 break
             spread = [self.spread(x, value) for x in self.variables(equation) if x != whole]
             if len(small) + len(spread) >= 4:
@@ -273,3 +275,18 @@ class GpuReader(ScatterReader):
         order = behind_operands(self.ops)
         self.ops = [self.ops[index] for index in order]
         self.equations = [self.equations[index] for index in order]
+
+
+def _multiplies_itself(equation: Equation) -> bool:
+    """Whether an array is multiplied by itself."""
+    if equation.primitive in (P.square_p, P.integer_pow_p):
+        return True
+    values = [x for x in equation.inputs if isinstance(x, int)]
+    return equation.primitive is P.mul_p and len(values) > len(set(values))
+
+
+def _is_divided_as_it_is(product: Equation, operand: Any, split: Split) -> bool:
+    """Whether the parts of a product's contracted dimensions are the first of these: its operands are read in the
+    shape that they have."""
+    (contracted, _), _ = product.params["dimension_numbers"]
+    return len(contracted) > 1 and operand.shape[contracted[0]] == split.parts

@@ -249,13 +249,15 @@ class Reader:
 
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
-        only one to read that. Who reads it then runs after the loop."""
+        only one to read that, and for nothing else. Who reads it then runs after the loop."""
         constants, carries = compat.scan_counts(equation.params)
         given = set(self.program.inputs) - self.donated
         token = self.new(0)
         kept = list(op.outputs)
         for first, last in zip(equation.inputs[constants : constants + carries], equation.outputs, strict=False):
             if isinstance(first, Constant) or first in self.constants or len(self.readers[first]) > 1:
+                continue
+            if equation.inputs.count(first) > 1:
                 continue
             if self.buffer(first) not in given and self.sizes[self.buffer(first)] == self.sizes[last]:
                 self.same[last] = (self.buffer(first), token)

@@ -7,6 +7,7 @@ from collections.abc import Container, Sequence
 
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.tpu_masks import MASK
 from remat_opt.graph.fusion import held_by, there_from
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import behind_operands
@@ -84,6 +85,10 @@ def _steps_after(
                     del waiting[value]
         (made,) = op.outputs
         users = {user for user in graph.users[made] if made not in outputs or graph.ops[user].kind is not Kind.BARRIER}
+        if op.name == MASK:  # stored beside the other value
+            if len(waiting) == 1:
+                found = len(steps)
+            continue
         if len(users) > 1 and any(graph.ops[user].name == P.transpose_p.name for user in users):
             break  # it is made in two layouts
         if users:

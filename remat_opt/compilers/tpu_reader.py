@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers import tpu_convolutions, tpu_products, tpu_transforms
+from remat_opt.compilers import tpu_convolutions, tpu_masks, tpu_products, tpu_transforms
 from remat_opt.compilers.equations import (
     CUTTING,
     WINDOWED,
@@ -38,7 +38,7 @@ from remat_opt.graph.tiles import (
     padded_rows,
 )
 from remat_opt.program import compat
-from remat_opt.program.images import images_of, lying_as, with_split_batch, without_features
+from remat_opt.program.images import images_of, lying_as, with_merged_batch, with_split_batch, without_features
 from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.primitives import CONTRACTION, REDUCTION
 
@@ -182,6 +182,9 @@ class TpuReader(Reader):
                 op, inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside
             )
             return [*rounded.values(), op]
+        if equation.outputs and equation.outputs[0] in self.masks:
+            (op,) = ops
+            return tpu_masks.packed(self, op)
         if equation.primitive is P.fft_p:
             (op,) = ops
             return tpu_transforms.by_products(self, equation, op)
@@ -197,6 +200,17 @@ class TpuReader(Reader):
         if not self.lying_as_transforms.isdisjoint(equation.inputs):
             op = dataclasses.replace(op, of_buffers=True)
         return tpu_products.with_copies(self, equation, op)
+
+    @functools.cached_property
+    def merged(self) -> Mapping[int, tuple[int, ...]]:
+        """Images that lie with one dimension for all examples, with their shapes so."""
+        merged = with_merged_batch(self.program)
+        return {value: shape for value, shape in merged.items() if value not in self.program.inputs}
+
+    @functools.cached_property
+    def masks(self) -> Mapping[int, int]:
+        """Masks that are stored in bits, with their bytes."""
+        return tpu_masks.packed_masks(self.program, self.images_with_inputs, self.merged)
 
     @functools.cached_property
     def lying_as_transforms(self) -> frozenset[int]:
@@ -325,6 +339,8 @@ class TpuReader(Reader):
                 cut = self.parts.cut[value]
                 shape = cut.shape_of(aval.shape)
                 sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
+            elif value in self.merged:
+                sizes[value] = padded_bytes(self.merged[value], item, is_image=True)
             elif value in self.rows and value not in images:
                 sizes[value] = padded_rows(aval.shape, item, self.rows[value])
             elif value in featureless:

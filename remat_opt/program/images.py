@@ -54,6 +54,23 @@ def with_split_batch(program: Program) -> frozenset[int]:
     return _reached(pools, alike) - _reached(convolutions, alike)
 
 
+def with_merged_batch(program: Program) -> Mapping[int, tuple[int, ...]]:
+    """Images of which several dimensions number the examples, as films' frames, and which convolutions read and make
+    with one for all of them: elementwise work lies as these do. For each its shape with one."""
+    images = images_of(program)
+    alike = _alike(program)
+    found: dict[int, tuple[int, ...]] = {}
+    for equation in program.equations:
+        if equation.primitive is not P.reshape_p or not isinstance(equation.inputs[0], int):
+            continue
+        merged, split = sorted((equation.inputs[0], equation.outputs[0]), key=lambda x: program.avals[x].ndim)
+        shapes = program.avals[merged].shape, program.avals[split].shape
+        of_image = len(shapes[0]) - 1
+        if merged in images and 2 < len(shapes[0]) < len(shapes[1]) and shapes[0][1:] == shapes[1][-of_image:]:
+            found |= dict.fromkeys(_reached({split}, alike), shapes[0])
+    return found
+
+
 def without_features(program: Program, images: Set[int]) -> frozenset[int]:
     """What is reduced of images over their features alone or spread over these, and what elementwise work makes of
     that."""
