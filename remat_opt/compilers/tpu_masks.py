@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Container, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
@@ -28,10 +28,22 @@ COMPARISONS = frozenset({P.gt_p, P.ge_p, P.lt_p, P.le_p})
 WORDS = (8, 16, 32)  # bits
 
 
+class Packed(NamedTuple):
+    """Answers in bits.
+
+    Attributes:
+        words: bytes that they take so.
+        unpacked: bytes that they take with a byte each.
+    """
+
+    words: int
+    unpacked: int
+
+
 def packed_masks(
     program: Program, images: Container[int], merged: Mapping[int, tuple[int, ...]]
-) -> Mapping[int, int]:
-    """Answers that are stored in bits: for each the bytes that its words take.
+) -> Mapping[int, Packed]:
+    """Answers that are stored in bits.
 
     Args:
         program: as it is lowered.
@@ -39,36 +51,58 @@ def packed_masks(
         merged: images that lie with one dimension for all examples, with their shapes so.
     """
     maker = {value: equation for equation in program.equations for value in equation.outputs}
-    readers: dict[int, int] = {}
+    readers: dict[int, list[Equation]] = {}
     for equation in program.equations:
         for value in {x for x in equation.inputs if isinstance(x, int)}:
-            readers[value] = readers.get(value, 0) + 1
-    found: dict[int, int] = {}
+            readers.setdefault(value, []).append(equation)
+    found: dict[int, Packed] = {}
     for equation in program.equations:
         if equation.primitive not in COMPARISONS:
             continue
         (answers,) = equation.outputs
         shape = program.avals[answers].shape
         compared = [x for x in equation.inputs if isinstance(x, int) and program.avals[x].shape == shape]
-        floats = [x for x in compared if jnp.issubdtype(program.avals[x].dtype, jnp.floating) and x in maker]
-        if len(floats) == 1 and _is_of_product(program, maker, readers, floats[0]):
-            is_image = floats[0] in images or floats[0] in merged
-            size = _bytes(merged.get(floats[0], shape), 1 if is_image else 0)
-            if size:
-                found[answers] = size
+        numbers = [x for x in compared if jnp.issubdtype(program.avals[x].dtype, jnp.floating) and x in maker]
+        if len(numbers) != 1 or all(is_beside(equation, one) for one in readers.get(answers, ())):
+            continue
+        (number,) = numbers
+        is_image = number in images or number in merged
+        stored = merged.get(number, shape)
+        words = _words(stored, 1 if is_image else 0)
+        if words and _is_of_product(program, maker, readers, number):
+            found[answers] = Packed(words, padded_bytes(stored, 1, is_image=is_image))
     return found
 
 
-def packed(reader: TpuReader, op: Op) -> Sequence[Op]:
-    """A comparison that packs its answers, and what unpacks them."""
-    (answers,) = op.outputs
-    words = reader.new(reader.masks[answers])
-    stored = dataclasses.replace(op, outputs=(words,), repeatable=False, name=MASK)
-    return [stored, Op((words,), (answers,), kind=Kind.ELEMENTWISE, repeatable=False, name="unpack")]
+def with_words(reader: TpuReader, equation: Equation, ops: Sequence[Op]) -> Sequence[Op]:
+    """A comparison's ops, with what packs the answers and unpacks them for those who read nothing else of what was
+    compared; of other equations ops that read what is unpacked."""
+    if equation.outputs and equation.outputs[0] in reader.masks:
+        (answers,), (op,) = equation.outputs, ops
+        beside = [one for one in reader.readers.get(answers, ()) if is_beside(equation, one)]
+        words, unpacked = map(reader.new, reader.masks[answers])
+        reader.copies["unpacked", answers] = unpacked
+        stored = dataclasses.replace(op, outputs=(words,), repeatable=False, name=MASK)
+        read = Op((words,), (unpacked,), kind=Kind.ELEMENTWISE, repeatable=False, name="unpack")
+        return [*([op] if beside else []), stored, read]
+    instead = {
+        x: reader.copies["unpacked", x]
+        for x in equation.inputs
+        if x in reader.masks and not is_beside(reader.producer[x], equation)
+    }
+    if not instead:
+        return ops
+    return [dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs)) for op in ops]
 
 
-def _bytes(shape: Sequence[int], dimension: int) -> int:
-    """Of words along a dimension; 0 where it has too many elements for one, or lies in the tiles."""
+def is_beside(comparison: Equation, equation: Equation) -> bool:
+    """Whether an equation reads what was compared, too, as what chooses between that and something else does."""
+    compared = {x for x in comparison.inputs if isinstance(x, int)}
+    return not compared.isdisjoint(equation.inputs)
+
+
+def _words(shape: Sequence[int], dimension: int) -> int:
+    """Bytes of words along a dimension; 0 where it has too many elements for one, or lies in the tiles."""
     if len(shape) < 3:
         return 0
     bits = next((bits for bits in WORDS if bits >= shape[dimension]), 0)
@@ -76,7 +110,7 @@ def _bytes(shape: Sequence[int], dimension: int) -> int:
 
 
 def _is_of_product(
-    program: Program, maker: Mapping[int, Equation], readers: Mapping[int, int], value: int
+    program: Program, maker: Mapping[int, Equation], readers: Mapping[int, Sequence[Equation]], value: int
 ) -> bool:
     """Whether a product makes a value, with elementwise work on its result that nobody else reads."""
     while True:
@@ -91,5 +125,5 @@ def _is_of_product(
         if equation.primitive not in ELEMENTWISE or not whole:
             return False
         value = max(whole)
-        if readers[value] > 1:
+        if len(readers[value]) > 1:
             return False

@@ -9,7 +9,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers import tpu_convolutions, tpu_masks, tpu_products, tpu_transforms
+from remat_opt.compilers import tpu_convolutions, tpu_products, tpu_transforms
 from remat_opt.compilers.equations import (
     CUTTING,
     WINDOWED,
@@ -24,6 +24,7 @@ from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
 from remat_opt.compilers.tpu_indexing import seconds_by_index
+from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
@@ -103,7 +104,7 @@ class TpuReader(Reader):
 
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         ops = self.cutting.with_copies(equation, super().ops_at(index, equation))
-        return with_scores_turned(self, equation, ops)
+        return with_words(self, equation, with_scores_turned(self, equation, ops))
 
     def is_renamed(self, equation: Equation) -> bool:
         """Rows of another length lie otherwise in tiles; the first of a tile's features are there as they are."""
@@ -182,9 +183,6 @@ class TpuReader(Reader):
                 op, inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside
             )
             return [*rounded.values(), op]
-        if equation.outputs and equation.outputs[0] in self.masks:
-            (op,) = ops
-            return tpu_masks.packed(self, op)
         if equation.primitive is P.fft_p:
             (op,) = ops
             return tpu_transforms.by_products(self, equation, op)
@@ -208,9 +206,9 @@ class TpuReader(Reader):
         return {value: shape for value, shape in merged.items() if value not in self.program.inputs}
 
     @functools.cached_property
-    def masks(self) -> Mapping[int, int]:
-        """Masks that are stored in bits, with their bytes."""
-        return tpu_masks.packed_masks(self.program, self.images_with_inputs, self.merged)
+    def masks(self) -> Mapping[int, Packed]:
+        """Masks that are stored in bits."""
+        return packed_masks(self.program, self.images_with_inputs, self.merged)
 
     @functools.cached_property
     def lying_as_transforms(self) -> frozenset[int]:

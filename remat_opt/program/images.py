@@ -57,7 +57,7 @@ def with_split_batch(program: Program) -> frozenset[int]:
 def with_merged_batch(program: Program) -> Mapping[int, tuple[int, ...]]:
     """Images of which several dimensions number the examples, as films' frames, and which convolutions read and make
     with one for all of them: elementwise work lies as these do. For each its shape with one."""
-    images = images_of(program)
+    images, apart = images_of(program), with_split_batch(program)
     alike = _alike(program)
     found: dict[int, tuple[int, ...]] = {}
     for equation in program.equations:
@@ -67,7 +67,7 @@ def with_merged_batch(program: Program) -> Mapping[int, tuple[int, ...]]:
         shapes = program.avals[merged].shape, program.avals[split].shape
         of_image = len(shapes[0]) - 1
         if merged in images and 2 < len(shapes[0]) < len(shapes[1]) and shapes[0][1:] == shapes[1][-of_image:]:
-            found |= dict.fromkeys(_reached({split}, alike), shapes[0])
+            found |= dict.fromkeys(_reached({split}, alike) - apart, shapes[0])
     return found
 
 
