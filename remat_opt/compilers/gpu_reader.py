@@ -286,7 +286,8 @@ def _multiplies_itself(equation: Equation) -> bool:
 
 
 def _is_divided_as_it_is(product: Equation, operand: Any, split: Split) -> bool:
-    """Whether the parts of a product's contracted dimensions are the first of these: its operands are read in the
-    shape that they have."""
-    (contracted, _), _ = product.params["dimension_numbers"]
-    return len(contracted) > 1 and operand.shape[contracted[0]] == split.parts
+    """Whether the parts of the contracted dimensions of a product over a batch are the first of these: its operands
+    are read in the shape that they have. (Without a batch they are matrices before they are divided, and of several
+    batch dimensions one is made.)"""
+    (contracted, _), (batch, _) = product.params["dimension_numbers"]
+    return len(batch) == 1 and len(contracted) > 1 and operand.shape[contracted[0]] == split.parts
