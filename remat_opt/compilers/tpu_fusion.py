@@ -7,7 +7,7 @@ from collections.abc import Container, Sequence
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.tpu_masks import MASK
+from remat_opt.compilers.tpu_masks import MASK, UNPACK
 from remat_opt.graph.fusion import held_by, there_from
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import behind_operands
@@ -108,10 +108,11 @@ def _may_read(graph: Graph, there: Sequence[int], product: int, steps: Container
     while unseen:
         value = unseen.pop()
         maker = graph.producer[value]
-        if value in seen or there[value] <= product or maker in steps:
+        is_kernel = maker >= 0 and graph.ops[maker].name == UNPACK
+        if value in seen or maker in steps or (there[value] <= product and not is_kernel):
             continue
         seen.add(value)
-        kind = graph.ops[maker].kind
+        kind = Kind.BARRIER if is_kernel else graph.ops[maker].kind
         if kind is Kind.ELEMENTWISE:
             unseen += graph.ops[maker].inputs
         elif kind is not Kind.BARRIER or _waits_for(graph, maker, product):

@@ -2,8 +2,8 @@
 
 Where what a product makes is compared with a number, as a rectifier's gradient asks for, the product writes the answers
 beside its result, a bit each: those along one dimension outside of the tiles share a word of 8, 16 or 32. Nothing else
-is kept of the result then but what the rectifier made of it. Before they are read they are unpacked, a byte each (seen
-in dumps of libtpu 0.0.51).
+is kept of the result then but what the rectifier made of it, and a kernel unpacks the answers to a byte each. A leaky
+rectifier reads both the result and the answers, so that both are kept (seen in dumps of libtpu 0.0.51).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE
 if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
 
-MASK = "mask"
+MASK, UNPACK = "mask", "unpack"
 COMPARISONS = frozenset({P.gt_p, P.ge_p, P.lt_p, P.le_p})
 WORDS = (8, 16, 32)  # bits
 
@@ -75,24 +75,15 @@ def packed_masks(
 
 
 def with_words(reader: TpuReader, equation: Equation, ops: Sequence[Op]) -> Sequence[Op]:
-    """A comparison's ops, with what packs the answers and unpacks them for those who read nothing else of what was
-    compared; of other equations ops that read what is unpacked."""
-    if equation.outputs and equation.outputs[0] in reader.masks:
-        (answers,), (op,) = equation.outputs, ops
-        beside = [one for one in reader.readers.get(answers, ()) if is_beside(equation, one)]
-        words, unpacked = map(reader.new, reader.masks[answers])
-        reader.copies["unpacked", answers] = unpacked
-        stored = dataclasses.replace(op, outputs=(words,), repeatable=False, name=MASK)
-        read = Op((words,), (unpacked,), kind=Kind.ELEMENTWISE, repeatable=False, name="unpack")
-        return [*([op] if beside else []), stored, read]
-    instead = {
-        x: reader.copies["unpacked", x]
-        for x in equation.inputs
-        if x in reader.masks and not is_beside(reader.producer[x], equation)
-    }
-    if not instead:
+    """A comparison's ops, with what packs the answers and what unpacks them: a kernel, or who reads them where some
+    choose between what was compared and something else."""
+    if not equation.outputs or equation.outputs[0] not in reader.masks:
         return ops
-    return [dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs)) for op in ops]
+    (answers,), (op,) = equation.outputs, ops
+    words = reader.new(reader.masks[answers].words)
+    is_kernel = not any(is_beside(equation, one) for one in reader.readers.get(answers, ()))
+    stored = dataclasses.replace(op, outputs=(words,), repeatable=False, name=MASK)
+    return [stored, Op((words,), (answers,), kind=Kind.ELEMENTWISE, repeatable=not is_kernel, name=UNPACK)]
 
 
 def is_beside(comparison: Equation, equation: Equation) -> bool:

@@ -81,7 +81,11 @@ def behind_operands(ops: Sequence[Op], left_out: Iterable[int] = ()) -> list[int
     Args:
         ops: in any order.
         left_out: positions of ops that are not in it, nor what they make.
+
+    Raises:
+        ValueError: where ops wait for each other.
     """
+    most = len(ops) + sum(len(op.inputs) for op in ops)  # each waits in the stack once for each that reads it
     done = set(left_out)
     maker = {value: index for index, op in enumerate(ops) if index not in done for value in op.outputs}
     order: list[int] = []
@@ -92,6 +96,8 @@ def behind_operands(ops: Sequence[Op], left_out: Iterable[int] = ()) -> list[int
             missing = [maker[x] for x in ops[index].inputs if x in maker and maker[x] not in done]
             if missing and index not in done:
                 stack += missing
+                if len(stack) > most:
+                    raise ValueError(f"ops wait for each other: {ops[index].name} for {ops[missing[0]].name}")
                 continue
             stack.pop()
             if index not in done:
