@@ -38,8 +38,12 @@ from rich.table import Table
 
 CHECKOUT = Path(__file__).parent.parent
 WORKER = (sys.executable, "-W", "ignore", "-m", "benchmarks.fuzz_worker")
-# Nothing here is timed, and most of the time goes into compiling single operations.
-QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+# Nothing here is timed, and most of the time goes into compiling single operations. (To divide a program among threads
+# takes a tenth of that.)
+QUICK = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_parallel_codegen_split_count=1"
+)
 CHUNK = 100  # programs of one process; what they compile takes 2 GB
 MOST_SECONDS = 300  # of the processor, whatever else runs, for one program; one that takes longer is wrong
 MOST_SILENCE = 4 * MOST_SECONDS  # where a process does not even notice that, it is ended

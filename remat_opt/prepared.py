@@ -163,11 +163,14 @@ class Prepared:
         """What a plan must match."""
         return self.given.fingerprint if self.given else fingerprint(self.captured.program)
 
-    @functools.cached_property
+    @property
     def graph_as_given(self) -> Graph:
         """The step as it was given, as the target's compiler runs it; of a very large one as the search sees it."""
         if self.given:
             return self.given.graph_as_given
+        return self.problem.kept("graph as given", self._read_as_given)  # once for all copies of the same step
+
+    def _read_as_given(self) -> Graph:
         if not self.can_be_foreseen:
             return self.bridge.graph
         program = self.captured.given
@@ -176,12 +179,13 @@ class Prepared:
             program = inline(closed, with_barriers=True, keep_names=False)
         return self._compiled(program)
 
-    @functools.cached_property
+    @property
     def as_given(self) -> int:
         """Predicted peak in bytes of the step as it was given."""
         if self.given:
             return self.given.as_given
-        return self._allocated(self.graph_as_given) if self.can_be_foreseen else peak_of(self.graph_as_given)
+        size_of = self._allocated if self.can_be_foreseen else peak_of
+        return self.problem.kept("as given", lambda: size_of(self.graph_as_given))
 
     @functools.cached_property
     def peak_in_order(self) -> int:
@@ -226,7 +230,13 @@ class Prepared:
 
     def names(self, choice: Choice) -> dict[int, str]:
         """Names of the saved values."""
-        return name_values(self.bridge.program, choice.saved)
+        return {value: name for value, name in self._every_name.items() if value in choice.saved}
+
+    @functools.cached_property
+    def _every_name(self) -> dict[int, str]:
+        """Names of all values: each schedule that is foreseen asks for some."""
+        program = self.bridge.program
+        return name_values(program, range(len(program.avals)))
 
 
 def prepare(captured: Captured, target: Target, *, keep_scatters: bool = False) -> Prepared:

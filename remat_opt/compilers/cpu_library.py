@@ -80,8 +80,7 @@ def by_library(
 
 
 def _as_one(last: Op, parts: Sequence[Op], operands: tuple[int, ...], written_over: tuple[int, ...]) -> Op:
-    return dataclasses.replace(
-        last,
+    return last.but(
         inputs=operands,
         written_over=written_over,
         kind=Kind.REDUCTION,

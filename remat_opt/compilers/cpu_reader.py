@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -52,7 +51,7 @@ class CpuReader(Reader):
                 zeros = self.new(math.prod(shape) * dtype.itemsize)
                 first.setdefault(indices[0], []).append(Op((), (zeros,), name="zeros"))
                 for index in indices[:-1]:
-                    self.ops[index] = dataclasses.replace(self.ops[index], inputs=(*self.ops[index].inputs, zeros))
+                    self.ops[index] = self.ops[index].but(inputs=(*self.ops[index].inputs, zeros))
         for index in sorted(first, reverse=True):
             self.ops[index:index] = first[index]
             self.equations[index:index] = [self.equations[index]] * len(first[index])
@@ -69,15 +68,17 @@ class CpuReader(Reader):
         (op,) = super().ops_of(equation)
         if equation.primitive is P.concatenate_p:
             kind = Kind.OPAQUE if self.is_copied_together(equation) else op.kind
-            return [dataclasses.replace(op, kind=kind, workspace=0)]
+            return [op.but(kind=kind, workspace=0)]
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:
             return self.by_windows(equation, op)
         if equation.primitive is P.gather_p:  # which loops do as any of their work, once
-            return [dataclasses.replace(op, kind=Kind.ELEMENTWISE, dear=True)]
+            return [op.but(kind=Kind.ELEMENTWISE, dear=True)]
         dear = is_dear(equation, self.program, self.producer)
-        return [dataclasses.replace(op, dear=dear, of_buffers=op.kind is Kind.REDUCTION)]
+        of_buffers = op.kind is Kind.REDUCTION
+        is_as_read = (dear, of_buffers) == (op.dear, op.of_buffers)
+        return [op if is_as_read else op.but(dear=dear, of_buffers=of_buffers)]
 
     def is_copied_together(self, equation: Equation) -> bool:
         """Whether the CPU's compiler copies a concatenation's pieces by a routine of its own and fuses it with nothing:
@@ -116,14 +117,12 @@ class CpuReader(Reader):
                 ops.append(Op(given, made, kind=Kind.ELEMENTWISE, name=name, of_views=not halved))
             buffer = self.buffer(operand)
             inputs = tuple(self.copies[key] if value == buffer else value for value in op.inputs)
-            op = dataclasses.replace(
-                op, inputs=inputs, workspace=op.workspace - is_conv * is_transposed * self.sizes[operand]
-            )
+            op = op.but(inputs=inputs, workspace=op.workspace - is_conv * is_transposed * self.sizes[operand])
         (result,) = op.outputs
         if not is_half(self.program.avals[result]):
             return [*ops, op]
         self.sizes.append(2 * self.sizes[result])
-        exact = dataclasses.replace(op, outputs=(len(self.sizes) - 1,))
+        exact = op.but(outputs=(len(self.sizes) - 1,))
         return [*ops, exact, Op(exact.outputs, (result,), kind=Kind.ELEMENTWISE, name="round", dear=True)]
 
     def is_computed_as_view(self, operand: int) -> bool:
@@ -156,4 +155,4 @@ class CpuReader(Reader):
         zeros, found = self.new(bytes_of(elements)), self.new(bytes_of(windows) + 4 * windows.size * dimensions)
         ops.append(Op((), (zeros,), name="zeros"))
         ops.append(Op((*self.behind([operand]), self.copies[key]), (found,), name="reduce_window"))
-        return [*ops, dataclasses.replace(op, inputs=(*self.behind([source]), found, zeros), workspace=0)]
+        return [*ops, op.but(inputs=(*self.behind([source]), found, zeros), workspace=0)]

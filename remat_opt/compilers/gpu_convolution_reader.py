@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 
 from jax.extend.core import primitives as P
@@ -69,7 +68,7 @@ class ConvolutionReader(Reader):
                 self.copies[key] = self.new(elements * compat.item_bytes(aval.dtype))
                 ops.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name="pad"))
             buffer = self.buffer(operand)
-            op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
+            op = op.but(inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
         (result,) = op.outputs
         aval = self.program.avals[result]
         if written.elements == aval.size:
@@ -77,7 +76,7 @@ class ConvolutionReader(Reader):
         whole = self.new(written.elements * compat.item_bytes(aval.dtype))
         self.work[result] = Work(0.0, aval.size / BLOCK, {whole: aval.size / written.elements})
         part = Op((whole,), (result,), kind=Kind.ELEMENTWISE, name="slice")
-        return [*ops, dataclasses.replace(op, outputs=(whole,)), part]
+        return [*ops, op.but(outputs=(whole,)), part]
 
     def with_kernel(self, equation: Equation, op: Op) -> tuple[list[Op], Op]:
         """A copy of a convolution's kernel in the order in which the library reads it, once for all who need the same,
@@ -88,7 +87,7 @@ class ConvolutionReader(Reader):
         given, order = self.kernels.read_by(equation)
         copies, read = ([], self.behind([given])) if order is None else self.in_order(given, order)
         images = [x for x in [image] if isinstance(x, int) and x not in self.constants]
-        return copies, dataclasses.replace(op, inputs=tuple(dict.fromkeys((*self.behind(images), *read))))
+        return copies, op.but(inputs=tuple(dict.fromkeys((*self.behind(images), *read))))
 
     def read_copies_in_updates(self) -> None:
         """Let elementwise work on a kernel and its gradient read the copy, which lies as the gradient is written."""
@@ -137,7 +136,7 @@ class ConvolutionReader(Reader):
         first, count = compat.scan_counts(equation.params)
         before: list[Op] = []
         behind: list[Op] = []
-        op = dataclasses.replace(op, inside=self.bodies.get(id(equation.params["jaxpr"]), ()))
+        op = op.but(inside=self.bodies.get(id(equation.params["jaxpr"]), ()))
         for at, (value, order) in enumerate(zip(equation.inputs, orders_of_loop(equation.params), strict=True)):
             if order is None:
                 continue
@@ -179,7 +178,7 @@ class ConvolutionReader(Reader):
             return op, before, []
         if not tokens:
             place = self.new(self.sizes[last])
-            op = dataclasses.replace(op, outputs=tuple(place if value == last else value for value in op.outputs))
+            op = op.but(outputs=tuple(place if value == last else value for value in op.outputs))
         self.same.pop(last, None)
         aval = self.program.avals[last]
         self.work[last] = copy_of(aval, order, tuple(range(len(aval.shape))))
@@ -200,4 +199,4 @@ class ConvolutionReader(Reader):
 
 
 def _reading(op: Op, value: int, instead: int) -> Op:
-    return dataclasses.replace(op, inputs=tuple(instead if x == value else x for x in op.inputs))
+    return op.but(inputs=tuple(instead if x == value else x for x in op.inputs))

@@ -102,6 +102,7 @@ class _Kernels:
         self.copied: set[int] = set()  # buffers that only products read: kernels compute them again
         self.gains: dict[int, dict[int, float]] = {}  # by op and reader: seconds saved in that reader
         self.total: dict[int, float] = {}
+        self.as_it_is: dict[int, float] = {}  # of a kernel, until something is fused into it
         self.queue: list[tuple[float, int]] = []
 
     def stored(self) -> list[bool]:
@@ -164,7 +165,11 @@ class _Kernels:
         return computed + moved - _HIDDEN * min(computed, moved)
 
     def alone(self, op: int) -> float:
-        return self.seconds(self.cycles[op], self.reads[op], self.blocks[op], self.written[op], self.used[op])
+        """Seconds of a kernel as it is, which all that might be fused into it is compared with."""
+        if op not in self.as_it_is:
+            own = self.seconds(self.cycles[op], self.reads[op], self.blocks[op], self.written[op], self.used[op])
+            self.as_it_is[op] = own
+        return self.as_it_is[op]
 
     def together(self, op: int, user: int) -> dict[int, float]:
         """What a reader reads when it computes an op's value itself."""
@@ -207,6 +212,7 @@ class _Kernels:
         changed = set()
         readers = self.readers(op)
         for user in readers:
+            self.as_it_is.pop(user, None)
             self.cycles[user] += self.reads[user][value] * self.cycles[op]
             self.reads[user] = self.together(op, user)
             self.used[user] = self.used_together(op, user)

@@ -62,13 +62,13 @@ class GpuReader(ScatterReader):
             split = split_of(equation.params, operands, result)
             is_plain = all(len(aval.shape) == 2 for aval in operands)
             of_views = (split.parts > 1 or not is_plain) and not _is_divided_as_it_is(equation, operands[0], split)
-            copies, op = self.copied_for(equation, dataclasses.replace(op, of_views=of_views))
+            copies, op = self.copied_for(equation, op.but(of_views=of_views))
             if split.padded > split.summed:
                 copies, op = self.padded_for(equation, op, split)
             if split.parts == 1 and self.orders.is_read_otherwise(equation):
                 (made,) = op.outputs
                 as_written = self.new(self.sizes[made])
-                copies.append(dataclasses.replace(op, outputs=(as_written,)))
+                copies.append(op.but(outputs=(as_written,)))
                 # Not an elementwise kernel: it is not done in its readers, which would read in steps, nor in place.
                 return [*copies, Op((as_written,), (made,), kind=Kind.REDUCTION, name="copy")]
             return [*copies, *self.in_parts(op, split, result.size)]
@@ -77,11 +77,11 @@ class GpuReader(ScatterReader):
         if equation.primitive is P.scan_p:
             return self.loop(equation, op)
         if equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p:  # loops that compute what they read
-            return [dataclasses.replace(op, kind=Kind.REDUCTION)]
+            return [op.but(kind=Kind.REDUCTION)]
         if equation.primitive is P.gather_p or draws_by_arithmetic(equation, self.program):
-            return [dataclasses.replace(op, kind=Kind.ELEMENTWISE)]
+            return [op.but(kind=Kind.ELEMENTWISE)]
         if equation.primitive is P.rev_p:  # neighbours in the result are none in the operand
-            return [dataclasses.replace(op, of_views=True)]
+            return [op.but(of_views=True)]
         if op.kind is Kind.ELEMENTWISE and not more:
             return [self.by_rows(equation, op)]
         return [op, *more]
@@ -89,7 +89,7 @@ class GpuReader(ScatterReader):
     def by_rows(self, equation: Equation, op: Op) -> Op:
         """Elementwise work, which reads whole rows where reductions of these are done in the same kernel."""
         source = self.rows.source(equation)
-        return op if source is None else dataclasses.replace(op, rows_of=self.behind([source]))
+        return op if source is None else op.but(rows_of=self.behind([source]))
 
     def finish(self) -> None:
         self.read_copies_in_updates()
@@ -116,7 +116,7 @@ class GpuReader(ScatterReader):
         # A transposed matrix is a matrix that is read otherwise.
         values = [self.transposed.get(value, value) for value in op.inputs]
         sources = [source for value in values for source in self.sources_in_product(value)]
-        return dataclasses.replace(op, inputs=self.behind(sources))
+        return op.but(inputs=self.behind(sources))
 
     def copied_for(self, equation: Equation, op: Op) -> tuple[list[Op], Op]:
         """Copies of a product's operands that lie otherwise than it can read them, and the product that reads those."""
@@ -130,7 +130,7 @@ class GpuReader(ScatterReader):
                 made = self.copies[key] = self.new(self.sizes[operand])
                 self.work[made] = copy_of(self.program.avals[operand], lies, wanted)
                 copies.append(Op(self.behind([operand]), (made,), kind=Kind.ELEMENTWISE, name="copy", of_views=True))
-            op = dataclasses.replace(op, inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
+            op = op.but(inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
         return copies, op
 
     def padded_for(self, equation: Equation, op: Op, split: Split) -> tuple[list[Op], Op]:
@@ -146,7 +146,7 @@ class GpuReader(ScatterReader):
                 self.copies[key] = self.new(split.grown(self.sizes[operand]))
                 pads.append(Op(self.behind([operand]), (self.copies[key],), kind=Kind.ELEMENTWISE, name=P.pad_p.name))
             inputs.append(self.copies[key])
-        return pads, dataclasses.replace(op, inputs=tuple(dict.fromkeys(inputs)))
+        return pads, op.but(inputs=tuple(dict.fromkeys(inputs)))
 
     def is_done_by_product(self, equation: Equation) -> bool:
         """Whether work on the result of a product, that nobody else reads, is done where the product writes it."""
@@ -163,12 +163,14 @@ class GpuReader(ScatterReader):
         others = [x for x in self.variables(equation) if x != whole]
         small = self.behind([given for x in others if (given := self.spread(x, result)) is not None])
         op = self.ops[at]
-        self.ops[at] = dataclasses.replace(op, inputs=tuple(dict.fromkeys((*op.inputs, *small))), outputs=(result,))
+        self.ops[at] = op.but(inputs=tuple(dict.fromkeys((*op.inputs, *small))), outputs=(result,))
         is_view = op.outputs[0] in self.work and self.work[op.outputs[0]].is_view
         self.work[result] = dataclasses.replace(self.work[result], is_view=is_view)
         return True
 
     def with_buffers(self, work: Work) -> Work:
+        if self.same.keys().isdisjoint(work.uses):
+            return work
         return dataclasses.replace(work, uses={self.buffer(value): uses for value, uses in work.uses.items()})
 
     def sources_in_product(self, value: int) -> Sequence[int]:
@@ -249,7 +251,7 @@ class GpuReader(ScatterReader):
             inputs = (*inputs, copied)
         whole = self.new(bytes_of(result))
         flops = sum(member.flops for member in members)
-        product = dataclasses.replace(members[-1], inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
+        product = members[-1].but(inputs=inputs, outputs=(whole,), flops=flops, of_views=True)
         ops += self.in_parts(product, split, result.size)
         for member in members:
             self.summed.update(member.outputs)
@@ -268,7 +270,7 @@ class GpuReader(ScatterReader):
         self.summed.add(result)
         made = self.new(split.written)
         self.work[result] = Work(7.0 * split.parts * elements, elements / BLOCK)
-        return [dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
+        return [op.but(outputs=(made,)), Op((made,), (result,), kind=kind, name="sum of parts")]
 
     def sort(self) -> None:
         """Put ops behind what they read."""

@@ -5,7 +5,6 @@ A scatter changes zeros, or what it is added to. The zeros of one shape are one 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -39,7 +38,7 @@ class ScatterReader(ConvolutionReader):
             self.changed_zeros.setdefault((aval.shape, aval.dtype), []).append(place)
             self.same[result] = (place, token)
             self.changed.add(place)
-            op = dataclasses.replace(op, inputs=(*op.inputs, place), outputs=(token,))
+            op = op.but(inputs=(*op.inputs, place), outputs=(token,))
         else:
             op = super().into(array, op)
         if result in self.work:
@@ -61,7 +60,7 @@ class ScatterReader(ConvolutionReader):
         source, operand = equation.inputs
         (result,) = equation.outputs
         op = op_of(self.program, equation, self.rates, self.constants)
-        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
+        op = op.but(inputs=self.behind(op.inputs))
         if isinstance(source, Constant) or isinstance(operand, Constant) or operand in self.constants:
             return [op]
         params, aval = equation.params, self.program.avals[operand]
@@ -79,9 +78,7 @@ class ScatterReader(ConvolutionReader):
             reads = (read,)
         found, more = self.places_in_windows(equation, read, reads, elements)
         ops += more
-        scatter = dataclasses.replace(
-            op, inputs=(*self.behind([source][source in self.constants :]), found), outputs=(), workspace=0
-        )
+        scatter = op.but(inputs=(*self.behind([source][source in self.constants :]), found), outputs=(), workspace=0)
         if not is_padded and self.is_only_summed(result):
             self.scatters[result] = scatter
             return ops
@@ -94,7 +91,7 @@ class ScatterReader(ConvolutionReader):
                 self.zeros.setdefault(key, zeros)
             ops.append(Op((), (zeros,), kind=Kind.ELEMENTWISE, name="zeros"))
         token = self.new(0)
-        ops.append(dataclasses.replace(scatter, inputs=(*scatter.inputs, zeros), outputs=(token,)))
+        ops.append(scatter.but(inputs=(*scatter.inputs, zeros), outputs=(token,)))
         if is_padded:
             self.work[result] = Work(0.0, aval.size / BLOCK)
             ops.append(Op((zeros, token), (result,), kind=Kind.ELEMENTWISE, name="slice"))
@@ -143,21 +140,21 @@ class ScatterReader(ConvolutionReader):
                 continue
             maker = next(at for at, other in enumerate(self.ops) if zeros in other.outputs)
             if not self.ops[maker].inputs:
-                self.ops[maker] = dataclasses.replace(self.ops[maker], inputs=op.inputs)
+                self.ops[maker] = self.ops[maker].but(inputs=op.inputs)
                 if (aval.shape, aval.dtype) in selected:
                     self.copy_zeros(maker, zeros)
-            self.ops[index] = dataclasses.replace(op, inputs=(*op.inputs, zeros))
+            self.ops[index] = op.but(inputs=(*op.inputs, zeros))
 
     def copy_zeros(self, maker: int, zeros: int) -> None:
         """Give the scatter zeros of its own: a rectifier's gradient is a choice between those and what is scattered."""
         own = self.new(self.sizes[zeros])
         for at, op in enumerate(self.ops):
             if zeros in op.inputs:
-                self.ops[at] = dataclasses.replace(op, inputs=tuple(own if x == zeros else x for x in op.inputs))
+                self.ops[at] = op.but(inputs=tuple(own if x == zeros else x for x in op.inputs))
         for value, (buffer, *tokens) in self.same.items():
             if buffer == zeros:
                 self.same[value] = (own, *tokens)
-        self.ops[maker] = dataclasses.replace(self.ops[maker], outputs=(zeros, own))
+        self.ops[maker] = self.ops[maker].but(outputs=(zeros, own))
 
 
 def _windows_of(equation: Equation) -> tuple:

@@ -89,7 +89,7 @@ def beside_reductions(graph: Graph, elements: Sequence[int], reduced: Mapping[in
         joined = alike[:_MOST_BY_COLUMNS] if by_columns and by_columns[0] else alike
         read = {value for user in joined if user not in own for value in ops[user].inputs}
         rows = dict.fromkeys((*ops[index].rows_of, *(value for value in ops[index].inputs if value in read)))
-        ops[index] = dataclasses.replace(ops[index], rows_of=tuple(rows))
+        ops[index] = ops[index].but(rows_of=tuple(rows))
     return dataclasses.replace(graph, ops=tuple(ops))
 
 
@@ -125,8 +125,7 @@ def _with_joined(graph: Graph, joined: dict[int, int]) -> Graph:
     ops = list(graph.ops)
     for kernel, whole in sorted(joined.items()):
         one, two = ops[kernel], ops[whole]
-        ops[whole] = dataclasses.replace(
-            two,
+        ops[whole] = two.but(
             inputs=tuple(dict.fromkeys((*one.inputs, *two.inputs))),
             outputs=(*one.outputs, *two.outputs),
             flops=one.flops + two.flops,

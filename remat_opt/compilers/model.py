@@ -248,7 +248,7 @@ def sharing_places(graph: Graph, platform: str = "") -> Graph:
     for index, op in enumerate(ops):
         taken = sum(graph.sizes[value] for value in op.outputs if value in shared)
         if taken:
-            ops[index] = dataclasses.replace(op, workspace=op.workspace - taken)
+            ops[index] = op.but(workspace=op.workspace - taken)
     return dataclasses.replace(graph, ops=tuple(ops))
 
 
@@ -269,7 +269,7 @@ def without_mere_views(graph: Graph) -> Graph:
             instead[op.outputs[0]] = instead.get(arrays[0], arrays[0])
         else:
             inputs = tuple(dict.fromkeys(instead.get(value, value) for value in op.inputs))
-            ops.append(dataclasses.replace(op, inputs=inputs))
+            ops.append(op if inputs == op.inputs else op.but(inputs=inputs))
     return dataclasses.replace(graph, ops=tuple(ops)) if instead else graph
 
 

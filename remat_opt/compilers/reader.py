@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from jax.extend.core import primitives as P
@@ -111,8 +110,8 @@ class Reader:
                 self.scattered_onto[equation.outputs[0]] = array
                 (_, *others) = equation.inputs
                 read = dict.fromkeys(x for x in others if isinstance(x, int) and x not in self.constants)
-                op = dataclasses.replace(op, inputs=self.behind(list(read)))
-            self.scatters[equation.outputs[0]] = dataclasses.replace(op, outputs=())
+                op = op.but(inputs=self.behind(list(read)))
+            self.scatters[equation.outputs[0]] = op.but(outputs=())
             return []
         return [self.into(equation.inputs[0], op)]
 
@@ -126,7 +125,7 @@ class Reader:
         token = self.new(0)
         self.same[op.outputs[0]] = (place, token)
         self.changed.add(place)
-        return dataclasses.replace(op, outputs=(token,))
+        return op.but(outputs=(token,))
 
     def is_scattered_into_sum(self, equation: Equation) -> bool:
         """Whether a scatter is into zeros, and another array is added to that: compilers scatter into the array."""
@@ -166,12 +165,12 @@ class Reader:
         if scattered in self.scattered_onto:
             return self.scatter_onto(self.scattered_onto[scattered], scatter, equation, others)
         if not others:
-            return [dataclasses.replace(scatter, outputs=(result,))]
+            return [scatter.but(outputs=(result,))]
         (other,) = others
         ops: list[Op] = []
         if other in self.scatters:  # which is into zeros after all
-            ops.append(dataclasses.replace(self.scatters.pop(other), outputs=(other,)))
-        into_it = dataclasses.replace(scatter, inputs=(*scatter.inputs, *self.behind([other])), outputs=(result,))
+            ops.append(self.scatters.pop(other).but(outputs=(other,)))
+        into_it = scatter.but(inputs=(*scatter.inputs, *self.behind([other])), outputs=(result,))
         return [*ops, self.into(other, into_it)]
 
     def scatter_onto(self, array: int, scatter: Op, equation: Equation, others: Sequence[int]) -> Sequence[Op]:
@@ -182,11 +181,11 @@ class Reader:
         for other in others:
             if other in self.scatters:  # by itself after all
                 both = (*self.scatters[other].inputs, *self.behind([self.scattered_onto.get(other, array)]))
-                ops.append(dataclasses.replace(self.scatters.pop(other), inputs=both, outputs=(other,)))
+                ops.append(self.scatters.pop(other).but(inputs=both, outputs=(other,)))
         added = Op(self.behind([array, *others]), (total,), kind=Kind.ELEMENTWISE, name=equation.primitive.name)
         self.same[result] = (total, token)
         self.changed.add(total)
-        return [*ops, added, dataclasses.replace(scatter, inputs=(*scatter.inputs, total), outputs=(token,))]
+        return [*ops, added, scatter.but(inputs=(*scatter.inputs, total), outputs=(token,))]
 
     def variables(self, equation: Equation) -> list[int]:
         """Operands that are no constants."""
@@ -236,16 +235,18 @@ class Reader:
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         op = op_of(self.program, equation, self.rates, self.constants)
-        if is_matrix_transpose(equation) and op.inputs:
-            self.transposed[equation.outputs[0]] = op.inputs[0]
+        inputs = op.inputs
+        if is_matrix_transpose(equation) and inputs:
+            self.transposed[equation.outputs[0]] = inputs[0]
         elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
-            op = dataclasses.replace(op, inputs=tuple(self.transposed.get(value, value) for value in op.inputs))
-        op = dataclasses.replace(op, inputs=self.behind(op.inputs))
+            inputs = tuple(self.transposed.get(value, value) for value in inputs)
+        inputs = self.behind(inputs)
         if equation.primitive is P.scan_p:
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.peak_of_body)
-        op = dataclasses.replace(op, workspace=max(workspace_of(equation, self.program, self.platform), loops))
-        return [op]
+        workspace = max(workspace_of(equation, self.program, self.platform), loops)
+        is_as_written = (inputs, workspace) == (op.inputs, op.workspace)
+        return [op if is_as_written else op.but(inputs=inputs, workspace=workspace)]
 
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
@@ -263,7 +264,7 @@ class Reader:
                 self.same[last] = (self.buffer(first), token)
                 self.changed.add(self.buffer(first))
                 kept.remove(last)
-        return dataclasses.replace(op, outputs=(*kept, token))
+        return op.but(outputs=(*kept, token))
 
     def new(self, size: int) -> int:
         """A value that the compiler adds."""
@@ -295,7 +296,7 @@ class Reader:
         """Say of ops that their results are changed later."""
         for index, op in enumerate(self.ops):
             if op.outputs and not self.changed.isdisjoint(op.outputs):
-                self.ops[index] = dataclasses.replace(op, changed_later=True)
+                self.ops[index] = op.but(changed_later=True)
 
     def drop_unread(self) -> None:
         """Leave out transposes of matrices that products read as they lie, and concatenations that only others read,

@@ -150,16 +150,17 @@ def complex_for_products(program: Program) -> Mapping[int, int]:
     batches: dict[int, tuple[int, ...]] = {}  # of what products made, which dimensions number their batch
     for equation in program.equations:
         if equation.primitive is P.transpose_p:
-            ((given,), (result,)) = equation.inputs, equation.outputs
-            if given in batches:
+            (given,), (result,) = equation.inputs, equation.outputs
+            if isinstance(given, int) and given in batches:
                 permutation = tuple(equation.params["permutation"])
                 batches[result] = tuple(permutation.index(at) for at in batches[given])
                 if given in found:
                     found[result] = found[given]
-        elif equation.primitive is P.pad_p and equation.inputs[0] in batches:
-            (result,) = equation.outputs
-            batches[result] = batches[equation.inputs[0]]
-            found[result] = _outside(program.avals[result].shape, batches[result], 1)
+        elif equation.primitive is P.pad_p:
+            (given, _), (result,) = equation.inputs, equation.outputs
+            if isinstance(given, int) and given in batches:
+                batches[result] = batches[given]
+                found[result] = _outside(program.avals[result].shape, batches[result], 1)
         if equation.primitive is not P.dot_general_p:
             continue
         _, batch = equation.params["dimension_numbers"]

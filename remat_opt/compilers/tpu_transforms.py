@@ -39,9 +39,8 @@ def by_products(reader: TpuReader, equation: Equation, op: Op) -> Sequence[Op]:
         equation: an `fft`.
         op: what it is by itself.
     """
-    if isinstance(equation.inputs[0], Constant):
-        return [op]
-    return _Transform(reader, equation, op.inputs).kernels()
+    (given,) = equation.inputs
+    return [op] if isinstance(given, Constant) else _Transform(reader, equation, given, op.inputs).kernels()
 
 
 def lying_as_transforms(program: Program) -> frozenset[int]:
@@ -52,7 +51,7 @@ def lying_as_transforms(program: Program) -> frozenset[int]:
         if equation.primitive is P.fft_p:
             made = equation.outputs
         elif equation.primitive in ELEMENTWISE or equation.primitive is P.transpose_p:
-            sizes = {program.avals[x].size for x in equation.inputs if x in found}
+            sizes = {program.avals[x].size for x in equation.inputs if isinstance(x, int) and x in found}
             made = [value for value in equation.outputs if program.avals[value].size in sizes]
         else:
             continue
@@ -73,9 +72,9 @@ def places_of_spectra(program: Program) -> Mapping[int, int]:
     for equation in program.equations:
         if equation.primitive is P.transpose_p:
             (given,), (result,) = equation.inputs, equation.outputs
-            if given in found:
+            if isinstance(given, int) and given in found:
                 found.setdefault(result, found[given])
-            elif result in found and isinstance(given, int):
+            elif isinstance(given, int) and result in found:
                 found.setdefault(given, found[result])
     return found
 
@@ -84,10 +83,10 @@ def _lanes(program: Program) -> Mapping[int, int]:
     """Which dimension of a spectrum lies in the lanes: that which is the last where it is no transform's."""
     found: dict[int, int] = {}
     for equation in program.equations:
-        if equation.primitive is P.transpose_p and isinstance(equation.inputs[0], int):
+        if equation.primitive is P.transpose_p:
             (given,), (result,) = equation.inputs, equation.outputs
             permutation = tuple(equation.params["permutation"])
-            if permutation:
+            if permutation and isinstance(given, int):
                 found[given] = permutation[-1]
                 found[result] = permutation.index(len(permutation) - 1)
     return found
@@ -111,17 +110,18 @@ def _bytes(shape: Sequence[int], lanes: int | None) -> int:
 class _Transform:
     """The kernels of one transform while they are put together."""
 
-    def __init__(self, reader: TpuReader, equation: Equation, inputs: Sequence[int]):
+    def __init__(self, reader: TpuReader, equation: Equation, given: int, inputs: Sequence[int]):
         self.reader = reader
         self.lengths = equation.params["fft_lengths"]
-        (self.given,), (self.result,) = equation.inputs, equation.outputs
+        self.given = given
+        (self.result,) = equation.outputs
         self.inputs = tuple(inputs)
         self.before = reader.program.avals[self.given].shape
         self.behind = _made(reader.program, equation)
         self.ops: list[Op] = []
 
     def kernels(self) -> list[Op]:
-        parts = self.inputs
+        parts: tuple[int, ...] = self.inputs
         is_real = not _is_complex(self.reader.program, self.given)
         for length in self.lengths[:-1]:
             for _ in range(_products(length)):
@@ -184,7 +184,7 @@ class _Transform:
         lying = functools.partial(self.lying, self.given)
         turned = [
             self.add(Kind.OPAQUE, (part,), lying(other_half) or padded_bytes(other_half, ITEM))
-            for part in (parts if len(parts) == 2 else parts * 2)
+            for part in (parts if len(parts) == 2 else (*parts, *parts))
         ]
         whole = [self.add(Kind.ELEMENTWISE, (*parts, *turned), lying(self.behind) or size) for _ in range(OF_COMPLEX)]
         parts = self.copied(whole, size) if lying(self.behind) else whole

@@ -39,13 +39,15 @@ class _Turning:
         self._turned: dict[tuple[int, tuple[int, ...]], int] = {}  # what is made already, by value and permutation
 
     def take(self, equation: Equation) -> None:
-        if equation.primitive is P.transpose_p and isinstance(equation.inputs[0], int):
-            (given,), (result,) = equation.inputs, equation.outputs
-            permutation = tuple(equation.params["permutation"])
-            if result in self._transformed and self._is_work(given) and self._undoes(given, permutation):
-                self._again(self._maker[given], permutation, equation, result)
-                return
-        self.equations.append(equation)
+        given = equation.inputs[0] if equation.primitive is P.transpose_p else None
+        if not isinstance(given, int) or equation.outputs[0] not in self._transformed:
+            self.equations.append(equation)
+            return
+        permutation = tuple(equation.params["permutation"])
+        if self._is_work(given) and self._undoes(given, permutation):
+            self._again(self._maker[given], permutation, equation, equation.outputs[0])
+        else:
+            self.equations.append(equation)
 
     def _is_work(self, value: int) -> bool:
         """Whether elementwise work makes a value, of whole arrays and numbers."""
@@ -74,11 +76,12 @@ class _Turning:
         maker = self._maker.get(value)
         if maker is None or maker.primitive is not P.transpose_p:
             return None
-        transform = self._maker.get(maker.inputs[0])
-        if transform is None or transform.primitive is not P.fft_p:
+        (given,) = maker.inputs
+        transform = self._maker.get(given) if isinstance(given, int) else None
+        if not isinstance(given, int) or transform is None or transform.primitive is not P.fft_p:
             return None
         first = tuple(maker.params["permutation"])
-        return maker.inputs[0] if [first[at] for at in permutation] == list(range(len(first))) else None
+        return given if [first[at] for at in permutation] == list(range(len(first))) else None
 
     def _again(self, work: Equation, permutation: tuple[int, ...], transpose: Equation, result: int) -> None:
         self.is_changed = True

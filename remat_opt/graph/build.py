@@ -102,7 +102,7 @@ def build(
         if masks.intersection(equation.outputs):  # stored, with all that it is made of fused into it
             kind = Kind.REDUCTION
         if (inputs, space, kind) != (op.inputs, op.workspace, op.kind):
-            op = dataclasses.replace(op, inputs=inputs, workspace=space, kind=kind)
+            op = op.but(inputs=inputs, workspace=space, kind=kind)
         ops.append(op)
         equation_of.append(index)
     sizes = [bytes_of(aval) for aval in program.avals]
@@ -118,7 +118,7 @@ def build(
     )
     fusion = fuse(unfused, with_sums=True)
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
-        counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
+        counted = (op.but(seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
         fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=tuple(counted)))
     if platform == "tpu":
         fusion = dataclasses.replace(fusion, graph=_in_tiles(fusion.graph, program))
@@ -157,17 +157,18 @@ def is_constant(equation: Equation, known: dict[int, int]) -> bool:
 def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[int, int]) -> Op:
     inputs = tuple(dict.fromkeys(x for x in equation.inputs if not isinstance(x, Constant) and x not in constants))
     flops = flops_of(equation, program)
-    read = sum(bytes_of(program.avals[value]) for value in inputs)
-    written = sum(bytes_of(program.avals[value]) for value in equation.outputs)
     kind = kind_of(equation.primitive)
-    moved = written if kind is Kind.ELEMENTWISE else read + written
-    dtype = str(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
+    moved = sum(bytes_of(program.avals[value]) for value in equation.outputs)
+    if kind is not Kind.ELEMENTWISE:
+        moved += sum(bytes_of(program.avals[value]) for value in inputs)
+    dtype = compat.dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
+    is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))
     return Op(
         inputs=inputs,
         outputs=equation.outputs,
         kind=kind,
         flops=flops,
-        seconds=roofline(flops, moved, dtype, rates, matrix=kind is Kind.CONTRACTION or _has_product(equation.params)),
+        seconds=roofline(flops, moved, dtype, rates, matrix=is_product),
         repeatable=may_run_again(program, equation),
         name=equation.primitive.name,
         dear=equation.primitive in DEAR,
@@ -194,6 +195,8 @@ def workspace_of_loops(primitive: Any, params: dict[str, Any], peak_of_body: Pea
 
     Of a region that holds loops it is that of the loop that needs most.
     """
+    if primitive in ELEMENTWISE:  # most are, and none of these has a program of its own
+        return 0
     jaxprs = compat.jaxprs_in(params)
     if primitive in (P.scan_p, P.cond_p, compat.shard_map_p):
         return max(peak_of_body(primitive, params, jaxpr) for jaxpr in jaxprs)
@@ -296,9 +299,9 @@ def _shares_tiles(program: Program) -> Callable[[Equation], bool]:
 
 def workspace_of(equation: Equation, program: Program, platform: str) -> int:
     """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
-    operands = [program.aval_of(x) for x in equation.inputs]
     if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
-        return _scatter_workspace(operands[0], operands[1], platform)
+        source, operand = (program.aval_of(x) for x in equation.inputs)
+        return _scatter_workspace(source, operand, platform)
     if equation.primitive is P.concatenate_p and platform == "cpu":
         return bytes_of(program.avals[equation.outputs[0]])  # copied by a routine of its own, never fused
     if equation.primitive is P.random_bits_p and platform == "cpu":
@@ -307,7 +310,7 @@ def workspace_of(equation: Equation, program: Program, platform: str) -> int:
         return 4 * 4 * result.size - bytes_of(result)
     if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
         copied = cpu_conv_copies(equation.params["dimension_numbers"])
-        avals = (*operands[:2], program.avals[equation.outputs[0]])
+        avals = (*map(program.aval_of, equation.inputs[:2]), program.avals[equation.outputs[0]])
         return sum(bytes_of(aval) for aval, is_copied in zip(avals, copied, strict=True) if is_copied)
     return 0
 

@@ -28,6 +28,7 @@ a kernel reads them, so that none is ever carried across a barrier.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -48,9 +49,10 @@ def reads_buffers(op: Op) -> bool:
 
 def held_by(graph: Graph, op: Op) -> frozenset[int]:
     """Buffers that an op reads behind a barrier, where nobody knows what made them."""
-    makers = (graph.producer[value] for value in op.inputs)
-    barriers = [graph.ops[maker] for maker in makers if maker >= 0 and graph.ops[maker].kind is Kind.BARRIER]
-    return frozenset(value for barrier in barriers for value in barrier.inputs)
+    behind = graph.behind_barriers
+    if behind.keys().isdisjoint(op.inputs):
+        return frozenset()
+    return frozenset(held for value in op.inputs for held in behind.get(value, ()))
 
 
 def materialised(graph: Graph) -> list[bool]:
@@ -286,11 +288,12 @@ def merge(
     for index, op in enumerate(graph.ops):
         whole = copied if reads_buffers(op) else copied & held_by(graph, op) if copied else ()
         read = {value: _BUFFER if value in whole else made.get(value, _BUFFER) for value in op.inputs}
+        computed = [one for one in read.values() if one is not _BUFFER]
         inputs = _each_once((value,) if one is _BUFFER else one.sources for value, one in read.items())
-        chain = _each_once(one.chain for one in read.values())
-        moved = inputs if op.name in MOVING else _each_once(one.moved for one in read.values())
+        chain = _each_once(one.chain for one in computed)
+        moved = inputs if op.name in MOVING else _each_once(one.moved for one in computed)
         own_rows = (made[value].sources if value in made else (value,) for value in op.rows_of)
-        rows = _each_once((*own_rows, *(one.rows for one in read.values())))
+        rows = _each_once((*own_rows, *(one.rows for one in computed)))
         by_dear, beside = arithmetic.of(op, whole)
         is_virtual = bool(op.outputs) and not any(stored[value] for value in op.outputs)
         for value in op.outputs:
@@ -300,8 +303,7 @@ def merge(
         if is_virtual:
             virtual.update(dict.fromkeys(op.outputs, index))
             continue
-        kernel = dataclasses.replace(
-            op,
+        kernel = op.but(
             inputs=inputs,
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
@@ -335,7 +337,7 @@ _BUFFER = _Virtual((), (), (), ())
 
 
 def _each_once(lists: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
-    return tuple(dict.fromkeys(value for values in lists for value in values))
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
 class _DearArithmetic:

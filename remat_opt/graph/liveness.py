@@ -177,10 +177,12 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
     """When every buffer is made and read: events in the order of time, sorted by value, cut where a value is made."""
     events = graph.events
     given, returned = np.array(graph.inputs, dtype=np.int64), np.array(graph.outputs, dtype=np.int64)
-    value = np.concatenate([given, events.touched.of(ops), returned])
-    is_make = np.concatenate([np.ones(len(given), bool), events.makes.of(ops), np.zeros(len(returned), bool)])
+    counts = events.touched.counts[ops]
+    which = events.touched.places(ops, counts)
+    value = np.concatenate([given, events.touched.values[which], returned])
+    is_make = np.concatenate([np.ones(len(given), bool), events.makes.values[which], np.zeros(len(returned), bool)])
     at = np.zeros(len(value), dtype=np.int64)
-    at[len(given) : len(value) - len(returned)] = np.repeat(positions, events.touched.counts[ops])
+    at[len(given) : len(value) - len(returned)] = np.repeat(positions, counts)
     at[len(value) - len(returned) :] = end
     order = stable_order(value, len(graph.sizes))
     made, by_value = is_make[order], value[order]

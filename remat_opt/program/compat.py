@@ -234,9 +234,10 @@ def jaxprs_in(params: dict[str, Any]) -> list[Any]:
         return []
     found = []
     for value in params.values():
-        for one in value if isinstance(value, tuple) else (value,):
-            if isinstance(one, _JAXPRS):
-                found.append(one)
+        if isinstance(value, _JAXPRS):
+            found.append(value)
+        elif isinstance(value, tuple):
+            found += [one for one in value if isinstance(one, _JAXPRS)]
     return found
 
 
@@ -392,6 +393,13 @@ def is_key(aval: Any) -> bool:
     return jax.dtypes.issubdtype(getattr(aval, "dtype", None), jax.dtypes.prng_key)
 
 
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """A dtype as text, which NumPy takes its time to write."""
+    return str(dtype)
+
+
+@functools.cache
 def item_bytes(dtype: Any) -> int:
     """Bytes of one element, of JAX's extended dtypes (typed random keys) too."""
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):

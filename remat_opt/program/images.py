@@ -67,7 +67,7 @@ def with_merged_batch(program: Program) -> Mapping[int, tuple[int, ...]]:
         shapes = program.avals[merged].shape, program.avals[split].shape
         of_image = len(shapes[0]) - 1
         if merged in images and 2 < len(shapes[0]) < len(shapes[1]) and shapes[0][1:] == shapes[1][-of_image:]:
-            found |= dict.fromkeys(_reached({split}, alike) - apart, shapes[0])
+            found.update((value, shapes[0]) for value in _reached({split}, alike) - apart)
     return found
 
 

@@ -93,6 +93,7 @@ class _Search:
     def __init__(self, forward: Forward):
         self.forward = forward
         self.blocks = Blocks(task_of(forward), lower_sets_of(forward))
+        self.least_peak = self.blocks.least_peak()
         self.strategies: dict[float, tuple[int, ...]] = {}
         self.solutions: dict[tuple[int, ...], Solution] = {(): forward.problem.plain}
 
@@ -107,12 +108,12 @@ class _Search:
 
     def near_least_peak(self) -> list[Solution]:
         """The formula says a little less than the liveness model, so that other limits may be better."""
-        return [self.simulated(self.blocks.least_peak() * factor) for factor in _NEAR_LEAST]
+        return [self.simulated(self.least_peak * factor) for factor in _NEAR_LEAST]
 
     def near_budget(self, budget: int) -> list[Solution]:
         """Strategies for the limits of a bisection, the last ones with a simulated peak of just below `budget`."""
         found: list[Solution] = []
-        low, high = self.blocks.least_peak(), self.blocks.peak_of_saving_all()
+        low, high = self.least_peak, self.blocks.peak_of_saving_all()
         for _ in range(_PROBES):
             middle = (low + high) / 2
             found.append(self.simulated(middle))
@@ -248,35 +249,69 @@ class Blocks:
     def least_seconds(self, limit: float) -> tuple[int, ...] | None:
         """The strategy with the least extra time and a peak of at most `limit` bytes, the least kept bytes among
         equals; indices of its sets without the empty one. None where there is none."""
-        count, levels = len(self.sets), self.levels
-        padded = np.full((count, 2 * (levels + 1)), np.inf)  # levels below zero first
-        kept = padded[:, levels + 1 :]
-        kept[0, 0] = 0
-        came = np.zeros((count, levels + 1), dtype=np.int64)
-        reached = np.arange(count) == 0  # sets that a strategy within the limit comes to
-        columns = np.arange(levels + 1)
-        room = limit * (1 + 1e-12) - self.backward
-        for index in range(1, count):
-            rows = np.flatnonzero(self.nested[:, index] & reached & (room[:, index] >= 0))
-            if not len(rows):
-                continue
-            start = rows * padded.shape[1] + levels + 1 - np.minimum(self.steps[rows, index], levels + 1)
-            before = padded.ravel().take(start[:, None] + columns)
-            total = before + self.boundary[rows, index][:, None]
-            total[before > room[rows, index][:, None]] = np.inf
-            best = total.argmin(axis=0)
-            kept[index], came[index] = total[best, columns], rows[best]
-            reached[index] = np.isfinite(kept[index]).any()
-        possible = np.flatnonzero(np.isfinite(kept[-1]))
+        table = _KeptBytes(self, limit)
+        for index in range(1, len(self.sets)):
+            table.fill(index)
+        possible = np.flatnonzero(np.isfinite(table.kept[-1]))
         if not len(possible):
             return None
-        level, index = int(possible[0]), count - 1
+        level, index = int(possible[0]), len(self.sets) - 1
         strategy: list[int] = []
         while index:
             strategy.append(index)
-            before = int(came[index, level])
+            before = table.came_from(index, level)
             level, index = level - int(self.steps[before, index]), before
         return tuple(reversed(strategy))
+
+
+class _KeptBytes:
+    """The least kept bytes by set and seconds so far, of strategies within a limit.
+
+    Which set a strategy comes from is asked again where one is read out of the table: to note it for each entry takes
+    longer than to find the bytes.
+
+    Attributes:
+        kept: [set, seconds in units].
+    """
+
+    def __init__(self, blocks: Blocks, limit: float):
+        self.blocks, count, self.width = blocks, len(blocks.sets), blocks.levels + 1
+        padded = np.full((count, 2 * self.width), np.inf)  # seconds below zero first
+        self.kept = padded[:, self.width :]
+        self.kept[0, 0] = 0
+        self.shifted = np.lib.stride_tricks.sliding_window_view(padded, self.width, axis=1)
+        self.least = np.full(count, np.inf)  # of each set
+        self.least[0] = 0
+        self.longest = np.zeros(count, dtype=np.int64)  # seconds of a strategy that comes to each set, at most
+        self.room = np.ascontiguousarray((limit * (1 + 1e-12) - blocks.backward).T)  # [to, from], none where not nested
+
+    def fill(self, index: int) -> None:
+        """What a set's strategies keep, once that is known of all sets in it."""
+        sets = self._sets_before(index)
+        if not len(sets):
+            return
+        found = self._with(index, sets).min(axis=0)
+        self.kept[index, : len(found)] = found
+        self.least[index] = found.min()
+        self.longest[index] = len(found) - 1
+
+    def came_from(self, index: int, level: int) -> int:
+        """The set before one in a strategy, the first of equals."""
+        sets = self._sets_before(index)
+        return int(sets[self._with(index, sets)[:, level].argmin()])
+
+    def _sets_before(self, index: int) -> np.ndarray:
+        """The sets in one that leave room for the block between them."""
+        return np.flatnonzero(self.least <= self.room[index])
+
+    def _with(self, index: int, sets: np.ndarray) -> np.ndarray:
+        """Kept bytes by set before one and seconds, infinite where there is no room for the block between them."""
+        steps = self.blocks.steps[sets, index]
+        width = min(int((self.longest[sets] + steps).max()) + 1, self.width)
+        total = self.shifted[:, :, :width][sets, self.width - np.minimum(steps, self.width)]
+        np.copyto(total, np.inf, where=total > self.room[index, sets][:, None])
+        total += self.blocks.boundary[sets, index][:, None]
+        return total
 
 
 def _time_unit(seconds: Sequence[float], most: int) -> tuple[float, int]:

@@ -33,7 +33,7 @@ import numpy as np
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.remembering import remembered
-from remat_opt.search.segments import in_slots
+from remat_opt.search.segments import in_slots, least_along
 from remat_opt.search.stages import Stages, best_of, later_bytes, solve_by_models, stages_before_peak, sweep
 
 MOST_STAGES = 60
@@ -183,8 +183,7 @@ class _Programme:
             time = self.forward[first, splits - 1][..., None] + behind + self.seconds[first, splits - 1]
             options.append(np.where(rooms >= least[..., None], time, np.inf))
         table = np.concatenate(options, axis=1)
-        self.decision[a, b] = table.argmin(axis=1)
-        self.seconds[a, b] = table.min(axis=1)
+        self.seconds[a, b], self.decision[a, b] = least_along(table, axis=1)
 
     def memories(self) -> list[int]:
         """Each memory that gives a shorter sequence than the one below it."""

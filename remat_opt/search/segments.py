@@ -117,19 +117,23 @@ def least_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan
     count = len(table.last)
     slot = max(1, -(-capacity // SLOTS))
     rooms = np.arange(-(-capacity // slot) + 1)
-    seconds = np.full((count, len(rooms)), np.inf)
-    decision = np.full((count, len(rooms)), -1, dtype=np.int64)
+    width = len(rooms)
+    padded = np.full((count, 2 * width), np.inf)  # rooms below zero first
+    seconds = padded[:, width:]
+    decision = np.full((count, width), -1, dtype=np.int64)
     stays, needs, last = in_slots(table.stays, slot), -(-table.needs // slot), -(-table.last // slot)
     for i in range(count - 1, -1, -1):
-        choices = [np.where(rooms >= last[i], 0.0, np.inf)[None, :]]
-        for which in range(len(table.options)):
-            left = rooms[None, :] - stays[which, i, i + 1 :, None]
-            behind = seconds[np.arange(i + 1, count)[:, None], np.maximum(left, 0)]
-            fits = (left >= 0) & (rooms[None, :] >= needs[which, i, i + 1 :, None])
-            choices.append(np.where(fits, behind + table.seconds[which, i, i + 1 :, None], np.inf))
-        together = np.concatenate(choices)
-        decision[i] = together.argmin(axis=0)
-        seconds[i] = together.min(axis=0)
+        following = np.arange(i + 1, count)
+        start = following * 2 * width + width - np.minimum(stays[:, i, i + 1 :], width)
+        together = np.empty((1 + start.size, width))
+        together[0] = np.where(rooms >= last[i], 0.0, np.inf)
+        np.add(
+            padded.ravel().take(start.reshape(-1, 1) + rooms),
+            table.seconds[:, i, i + 1 :].reshape(-1, 1),
+            out=together[1:],
+        )
+        together[1:][rooms < needs[:, i, i + 1 :].reshape(-1, 1)] = np.inf
+        seconds[i], decision[i] = least_along(together, axis=0)
     better = np.flatnonzero(seconds[0] < np.concatenate([[np.inf], seconds[0, :-1]]))
     return [(int(room) * slot, _read(table, stays, decision, int(room))) for room in better]
 
@@ -147,6 +151,15 @@ def _read(table: Table, stays: np.ndarray, decision: np.ndarray, room: int) -> P
         options.append(table.options[which])
         i = j
     return Plan(tuple(ends), tuple(options))
+
+
+def least_along(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
+    """The least numbers along an axis, and where the first of each stands.
+
+    NumPy's `argmin` turns the table so that the axis is the last one; to turn a mask takes less.
+    """
+    least = table.min(axis=axis, keepdims=True)
+    return least.squeeze(axis), (table == least).argmax(axis=axis)
 
 
 def in_slots(sizes: np.ndarray, slot: int) -> np.ndarray:
