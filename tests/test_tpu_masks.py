@@ -70,6 +70,14 @@ def test_of_other_arrays_the_first_dimension_is_packed() -> None:
     assert not masks_of(*gradients(lambda x, weight: jax.nn.relu(x @ weight), (256, 128), (128, 512)))  # all in tiles
 
 
+def test_a_mask_may_be_of_a_comparison_with_an_array_of_one_number() -> None:
+    def rectified(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        made = conv(x, kernel)
+        return jnp.where(made > jnp.full_like(made, 0.5), made, 0.5)
+
+    assert [mask.by_kernel for mask in masks_of(*gradients(rectified, (64, 16, 16, 128), KERNEL))] == [False]
+
+
 def normalised(x: jax.Array) -> jax.Array:
     return (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
 

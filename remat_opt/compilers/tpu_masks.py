@@ -8,7 +8,6 @@ rectifier reads both the result and the answers, so that both are kept (seen in 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -34,10 +33,12 @@ class Packed(NamedTuple):
     Attributes:
         words: bytes that they take so.
         unpacked: bytes that they take with a byte each.
+        by_kernel: whether a kernel unpacks them, and not who reads them.
     """
 
     words: int
     unpacked: int
+    by_kernel: bool = True
 
 
 def packed_masks(
@@ -61,35 +62,38 @@ def packed_masks(
             continue
         (answers,) = equation.outputs
         shape = program.avals[answers].shape
-        compared = [x for x in equation.inputs if isinstance(x, int) and program.avals[x].shape == shape]
-        numbers = [x for x in compared if jnp.issubdtype(program.avals[x].dtype, jnp.floating) and x in maker]
-        if len(numbers) != 1 or all(is_beside(equation, one) for one in readers.get(answers, ())):
+        numbers = [
+            x
+            for x in equation.inputs
+            if isinstance(x, int) and program.avals[x].shape == shape and not _is_constant(maker.get(x))
+        ]
+        if len(numbers) != 1 or not jnp.issubdtype(program.avals[numbers[0]].dtype, jnp.floating):
             continue
         (number,) = numbers
+        beside = [number in one.inputs for one in readers.get(answers, ())]  # these choose between it and another
         is_image = number in images or number in merged
         stored = merged.get(number, shape)
         words = _words(stored, 1 if is_image else 0)
-        if words and _is_of_product(program, maker, readers, number):
-            found[answers] = Packed(words, padded_bytes(stored, 1, is_image=is_image))
+        if words and not all(beside) and _is_of_product(program, maker, readers, number):
+            unpacked = padded_bytes(stored, 1, is_image=is_image)
+            found[answers] = Packed(words, unpacked, by_kernel=not any(beside))
     return found
 
 
 def with_words(reader: TpuReader, equation: Equation, ops: Sequence[Op]) -> Sequence[Op]:
     """A comparison's ops, with what packs the answers and what unpacks them: a kernel, or who reads them where some
     choose between what was compared and something else."""
-    if not equation.outputs or equation.outputs[0] not in reader.masks:
+    mask = reader.masks.get(equation.outputs[0]) if equation.outputs else None
+    if mask is None:
         return ops
-    (answers,), (op,) = equation.outputs, ops
-    words = reader.new(reader.masks[answers].words)
-    is_kernel = not any(is_beside(equation, one) for one in reader.readers.get(answers, ()))
-    stored = dataclasses.replace(op, outputs=(words,), repeatable=False, name=MASK)
-    return [stored, Op((words,), (answers,), kind=Kind.ELEMENTWISE, repeatable=not is_kernel, name=UNPACK)]
+    (op,), words = ops, reader.new(mask.words)
+    packing = op.but(outputs=(words,), repeatable=False, name=MASK)
+    return [packing, Op((words,), op.outputs, kind=Kind.ELEMENTWISE, repeatable=not mask.by_kernel, name=UNPACK)]
 
 
-def is_beside(comparison: Equation, equation: Equation) -> bool:
-    """Whether an equation reads what was compared, too, as what chooses between that and something else does."""
-    compared = {x for x in comparison.inputs if isinstance(x, int)}
-    return not compared.isdisjoint(equation.inputs)
+def _is_constant(maker: Equation | None) -> bool:
+    """Whether an array is one number everywhere."""
+    return maker is not None and maker.primitive is P.broadcast_in_dim_p and not isinstance(maker.inputs[0], int)
 
 
 def _words(shape: Sequence[int], dimension: int) -> int:
@@ -115,6 +119,6 @@ def _is_of_product(
         ]
         if equation.primitive not in ELEMENTWISE or not whole:
             return False
-        value = max(whole)
+        value = max(whole)  # the last one made
         if len(readers[value]) > 1:
             return False
