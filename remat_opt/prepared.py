@@ -163,7 +163,7 @@ class Prepared:
         """What a plan must match."""
         return self.given.fingerprint if self.given else fingerprint(self.captured.program)
 
-    @property
+    @functools.cached_property
     def graph_as_given(self) -> Graph:
         """The step as it was given, as the target's compiler runs it; of a very large one as the search sees it."""
         if self.given:
@@ -179,7 +179,7 @@ class Prepared:
             program = inline(closed, with_barriers=True, keep_names=False)
         return self._compiled(program)
 
-    @property
+    @functools.cached_property
     def as_given(self) -> int:
         """Predicted peak in bytes of the step as it was given."""
         if self.given:
