@@ -13,7 +13,7 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion_loops import fuse_loops
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
-from remat_opt.graph.ordering import breadth_first, depth_first, greedy
+from remat_opt.graph.ordering import behind_operands, breadth_first, depth_first, greedy
 from remat_opt.program.inline import inline
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
@@ -319,3 +319,12 @@ def test_a_loop_updates_its_carry_in_place() -> None:
 
 def test_without_ops_nothing_lives() -> None:
     assert peak_of(Graph((4,), (), inputs=(0,), outputs=(0,))) == 0
+
+
+def test_ops_stand_behind_what_they_read_or_are_said_to_wait_for_each_other() -> None:
+    ops = Op((1,), (2,), name="last"), Op((0,), (1,), name="middle"), Op((), (0,), name="first")
+    assert behind_operands(ops) == [2, 1, 0]
+    assert behind_operands(ops, left_out=[2]) == [1, 0]
+    ring = *ops[:2], Op((2,), (0,), name="first")
+    with pytest.raises(ValueError, match="ops wait for each other: .* for "):
+        behind_operands(ring)

@@ -237,3 +237,29 @@ def test_what_an_associative_scan_keeps_is_foreseen() -> None:
     graph = compiled(program_of(gradient, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
     found = measure_flat(gradient, avals, target=target).temp_bytes
     assert allocated_by(graph, "tpu") == pytest.approx(found, rel=0.2)
+
+
+@pytest.mark.parametrize(("first", "expected", "asked"), [(200, 150, 7), (300, 300, 1)])
+def test_where_nearly_all_is_on_the_chip_a_median_of_orders_is_taken(
+    first: int, expected: int, asked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two buffers of 600 bytes at once one has no room. What seven orders leave outside is made up here; of a chip
+    of 1000 bytes a quarter may be."""
+    outside = [first, 10, 240, 20, 230, 150, 30]
+    given = list[Graph]()
+
+    def placed(graph: Graph, *_: object) -> Graph:
+        given.append(graph)
+        return Graph((outside[len(given) - 1],), (Op((), (0,)), Op((0,), ())), fused=True)
+
+    monkeypatch.setattr(tpu, "_with_stays", placed)
+    ops = Op((), (0,), seconds=1e-9), Op((), (1,), seconds=1e-9), Op((0, 1), (), seconds=1e-9)
+    found = tpu.on_chip(Graph((600, 600), ops, fused=True), rates=RATES, capacity=CAPACITY)
+    assert peak_of(found) == expected
+    assert len(given) == asked
+
+
+def test_where_all_has_room_one_order_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tpu, "_about_one", None)
+    ops = Op((), (0,), seconds=1e-9), Op((), (1,), seconds=1e-9), Op((0, 1), (), seconds=1e-9)
+    assert peak_of(tpu.on_chip(Graph((400, 400), ops, fused=True), rates=RATES, capacity=CAPACITY)) == 0

@@ -148,6 +148,7 @@ class _Transform:
     def add(self, kind: Kind, inputs: Sequence[int], size: int | None, length: int = 0) -> int:
         """One more kernel, whose result takes so many bytes, or is the transform's."""
         output = self.result if size is None else self.reader.new(size)
+        # For the time of this kernel; what the step computes is counted of the transform (`program/flops.py`).
         flops = 2.0 * length * self.reader.sizes[output] / ITEM if kind is Kind.PRODUCT else 0.0
         self.ops.append(Op(tuple(inputs), (output,), kind=kind, flops=flops, name=_NAMES[kind]))
         return output

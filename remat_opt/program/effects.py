@@ -19,11 +19,8 @@ def communicates(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def _is_or_holds(wanted: Set[Any], primitive: Any, params: dict[str, Any]) -> bool:
-    if primitive in wanted:
-        return True
-    jaxprs = compat.jaxprs_in(params)
-    return bool(jaxprs) and any(
+    return primitive in wanted or any(
         _is_or_holds(wanted, equation.primitive, equation.params)
-        for jaxpr in jaxprs
+        for jaxpr in compat.jaxprs_in(params)
         for equation in compat.bare_jaxpr(jaxpr).eqns
     )
