@@ -50,6 +50,7 @@ def gradients(layer: Callable, *shapes: tuple[int, ...]) -> tuple:
 
 
 KERNEL = (3, 3, 128, 128)
+FILMS, SMALL = (8, 16, 24, 24, 32), (3, 3, 32, 32)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +104,7 @@ def test_a_product_writes_the_mask_beside_what_the_rectifier_makes() -> None:
     assert not masks  # none is a kernel of its own
     unpacked = [op for op in graph.ops if op.name == UNPACK]
     assert len(unpacked) == 2
+    assert graph.sizes[unpacked[0].outputs[0]] in (0, 128 * 16 * 16 * 128)  # on the chip, or a byte each
     (words,) = unpacked[0].inputs
     assert made[words].name == "conv_general_dilated"
     assert len(made[words].outputs) == 2
@@ -148,3 +150,28 @@ def test_frames_lie_as_the_images_that_convolutions_make_of_them() -> None:
     assert set(found.values()) == {(128, 24, 24, 3), (128, 24, 24, 32)}
     assert program.outputs[0] in found
     assert all(program.avals[value].shape[:2] == (8, 16) for value in found)
+
+
+def test_frames_and_masks_take_as_much_as_those_images() -> None:
+    program = program_of(
+        *gradients(
+            lambda x, kernel: jax.nn.relu(conv(x.reshape(128, 24, 24, 32), kernel).reshape(x.shape)), FILMS, SMALL
+        )
+    )
+    reader = TpuReader(program, Rates(V5E.bandwidth, V5E.flops), "tpu", lambda *_: 0)
+    sizes = reader.in_tiles(reader.read(()), narrow=False).sizes
+    found = [value for value in reader.merged if program.avals[value].dtype == jnp.float32]
+    assert found
+    assert {sizes[value] for value in found if sizes[value]} == {24 * 24 * 128 * 32 * 4}  # 128 frames in the lanes
+    (mask,) = reader.masks
+    assert sizes[mask] == reader.masks[mask].unpacked == 24 * 24 * 128 * 32
+    assert reader.masks[mask].words == 24 * 128 * 32 * 4
+
+
+def test_mapped_pools_have_their_examples_apart() -> None:
+    def pooled(x: jax.Array, kernel: jax.Array) -> jax.Array:
+        window = (1, 1, 2, 2, 1)
+        found = jnp.tanh(lax.reduce_window(x, -jnp.inf, lax.max, window, window, "VALID"))
+        return conv(found.reshape(-1, *found.shape[2:]), kernel)
+
+    assert not with_merged_batch(program_of(pooled, FILMS, SMALL))

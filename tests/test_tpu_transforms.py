@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 
 from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.tpu_fusion import with_results_computed
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_transforms import lying_as_transforms, places_of_spectra
 from remat_opt.compilers.tpu_transposes import with_transposes_undone
 from remat_opt.graph.cost import Rates
-from remat_opt.graph.graph import Kind
+from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program.inline import Program, inline
 from remat_opt.targets import reports_gaps_twice
 from remat_opt.targets.compile import measure_flat
@@ -101,6 +102,10 @@ def test_sums_are_made_twice_between_transforms() -> None:
     "fun",
     [
         lambda x, weight: jnp.moveaxis(jnp.sin(jnp.moveaxis(x @ weight, 3, 1) + 1.0), 1, 3) @ weight,  # at products
+        lambda x, weight: jnp.cumsum(jnp.moveaxis(jnp.sin(filtered(x) + x @ weight), 3, 1), 2),  # for no transform
+        lambda x, weight: (
+            jnp.fft.rfft2(jnp.moveaxis(jnp.sin(jnp.moveaxis(jnp.cumsum(x, 1), 1, 3)), 3, 1)).real
+        ),  # of none
         lambda x, weight: filtered(jnp.sin(x @ weight)),  # nothing to undo
         lambda x, weight: jnp.fft.rfft2(jnp.swapaxes(jnp.sin(filtered(x) + x @ weight), 1, 3)).real,  # another one
     ],
@@ -108,6 +113,45 @@ def test_sums_are_made_twice_between_transforms() -> None:
 def test_other_transposes_stay(fun: Callable) -> None:
     program = program_of(fun, (2, 8, 8, 4), (4, 4))
     assert with_transposes_undone(program) is program
+
+
+def test_what_two_transforms_need_is_turned_once() -> None:
+    def residual(x: jax.Array, weight: jax.Array) -> jax.Array:
+        first = jnp.sin(filtered(x) + x @ weight)
+        second = jnp.cos(filtered(first) + first)
+        return filtered(second) + first @ weight + second @ weight
+
+    found = with_transposes_undone(program_of(residual, (2, 8, 6, 4), (4, 4)))
+    names = [one.primitive.name for one in found.equations]
+    assert (names.count("sin"), names.count("cos")) == (2, 2)
+
+
+@pytest.mark.parametrize(("name", "stored"), [("sin", 3), ("transpose", 2)])
+def test_a_product_that_is_read_turned_and_as_it_is_is_stored_as_it_is(name: str, stored: int) -> None:
+    """What is added to it is added by those who read it, each in its layout; else the sum is stored."""
+    ops = (
+        Op((0, 1), (2,), kind=Kind.PRODUCT, name="dot_general"),
+        Op((2,), (3,), kind=Kind.ELEMENTWISE, name="add"),
+        Op((3,), (4,), kind=Kind.ELEMENTWISE, name=name),
+        Op((3,), (5,), kind=Kind.ELEMENTWISE, name="cos"),
+        Op((4,), (6,)),
+        Op((5,), (7,)),
+    )
+    graph = Graph((8,) * 8, ops, inputs=(0, 1), outputs=(6, 7))
+    assert with_results_computed(graph, [8] * 8).ops[0].outputs == (stored,)
+
+
+def test_parts_are_copied_where_they_lie_otherwise() -> None:
+    """16 features come last behind the transform, which has the frequencies in the lanes."""
+    copies = []
+    for axis in (1, 2):
+        program = program_of(
+            lambda x, axis=axis: jnp.fft.rfft(x, axis=axis) * 2.0, (8, 128, 16) if axis == 1 else (8, 16, 128)
+        )
+        reader = TpuReader(program, Rates(1e12, {"float32": 1e14}), "tpu", lambda *_: 0)
+        ops = reader.read(()).ops
+        copies.append(sum(op.name == "copy" for op in ops))
+    assert copies == [2 + 1, 1]  # of real numbers' two parts, and what both are put together to
 
 
 def test_what_lies_as_transforms_make_it() -> None:
