@@ -62,12 +62,11 @@ def test_a_rectifiers_mask_is_packed_along_the_rows_of_an_image(rows: int, bits:
     assert len(found) == bool(bits)
     for mask in found:
         assert mask.words == 64 * 16 * 128 * bits // 8
-        assert mask.unpacked == 64 * rows * 16 * 128
 
 
 def test_of_other_arrays_the_first_dimension_is_packed() -> None:
     (found,) = masks_of(*gradients(lambda x, weight: jax.nn.relu(x @ weight), (8, 256, 128), (128, 512)))
-    assert found == Packed(words=256 * 512, unpacked=8 * 256 * 512)
+    assert found == Packed(words=256 * 512, by_kernel=True)
     assert not masks_of(*gradients(lambda x, weight: jax.nn.relu(x @ weight), (256, 128), (128, 512)))  # all in tiles
 
 
@@ -164,7 +163,7 @@ def test_frames_and_masks_take_as_much_as_those_images() -> None:
     assert found
     assert {sizes[value] for value in found if sizes[value]} == {24 * 24 * 128 * 32 * 4}  # 128 frames in the lanes
     (mask,) = reader.masks
-    assert sizes[mask] == reader.masks[mask].unpacked == 24 * 24 * 128 * 32
+    assert sizes[mask] == 24 * 24 * 128 * 32
     assert reader.masks[mask].words == 24 * 128 * 32 * 4
 
 

@@ -32,13 +32,11 @@ class Packed(NamedTuple):
 
     Attributes:
         words: bytes that they take so.
-        unpacked: bytes that they take with a byte each.
         by_kernel: whether a kernel unpacks them, and not who reads them.
     """
 
     words: int
-    unpacked: int
-    by_kernel: bool = True
+    by_kernel: bool
 
 
 def packed_masks(
@@ -72,11 +70,9 @@ def packed_masks(
         (number,) = numbers
         beside = [number in one.inputs for one in readers.get(answers, ())]  # these choose between it and another
         is_image = number in images or number in merged
-        stored = merged.get(number, shape)
-        words = _words(stored, 1 if is_image else 0)
+        words = _words(merged.get(number, shape), 1 if is_image else 0)
         if words and not all(beside) and _is_of_product(program, maker, readers, number):
-            unpacked = padded_bytes(stored, 1, is_image=is_image)
-            found[answers] = Packed(words, unpacked, by_kernel=not any(beside))
+            found[answers] = Packed(words, by_kernel=not any(beside))
     return found
 
 

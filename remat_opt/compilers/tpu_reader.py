@@ -332,9 +332,6 @@ class TpuReader(Reader):
         for value, aval in enumerate(self.program.avals):
             if not sizes[value]:
                 continue
-            if value in self.masks:
-                sizes[value] = self.masks[value].unpacked
-                continue
             item = 2 if value in rounded else compat.item_bytes(aval.dtype)
             if value in self.parts.cut:
                 cut = self.parts.cut[value]
