@@ -33,6 +33,7 @@ from remat_opt.compilers.tpu_loops import with_loops_joined
 from remat_opt.compilers.tpu_ordering import tpu_order
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_slices import before_products
+from remat_opt.compilers.tpu_spread import with_spread_in_loops
 from remat_opt.compilers.tpu_tables import with_small_tables
 from remat_opt.compilers.tpu_transposes import with_transposes_undone
 from remat_opt.graph import ordering
@@ -72,6 +73,7 @@ def compiled(
     if platform in GPUS:
         program = with_vectors_by_loops(program)
     if platform == "tpu":
+        program = with_spread_in_loops(program)
         program = with_transposes_undone(before_products(by_comparison(program)))
     program = by_slices(program)
     reader = _reader_of(program, rates, platform, bodies, loop)

@@ -29,7 +29,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.packing import OF_BODIES, PAGE
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
-from remat_opt.compilers.tpu_clock import Clock, read_by
+from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, read_by
 from remat_opt.compilers.tpu_cuts import with_cuts_put_off
 from remat_opt.compilers.tpu_fusion import NUMBER
 from remat_opt.compilers.tpu_tables import has_several_results
@@ -184,7 +184,7 @@ def _stays(
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
     gains = gains[lives.value] / np.sqrt(np.maximum(sizes, 1))
     if is_body:
-        gains[:arguments] = np.inf
+        gains[:arguments] *= RUNS_OF_A_BODY
     written_by = {given: graph.producer[output] for given, output in graph.aliases}
     stays: dict[int, Stay] = {}
     for index in np.lexsort((lives.birth - lives.death, -sizes, -gains)).tolist():

@@ -86,7 +86,7 @@ def _steps_after(
         (made,) = op.outputs
         users = {user for user in graph.users[made] if made not in outputs or graph.ops[user].kind is not Kind.BARRIER}
         if op.name == MASK:  # stored beside the other value
-            if len(waiting) == 1:
+            if len(waiting) <= 1:
                 found = len(steps)
             continue
         if len(users) > 1 and any(graph.ops[user].name == P.transpose_p.name for user in users):

@@ -23,6 +23,7 @@ from remat_opt.compilers.equations import (
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
+from remat_opt.compilers.tpu_groups import Groups, joined_features
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
 from remat_opt.compilers.tpu_parts import Parts, parts_of
@@ -87,6 +88,10 @@ class TpuReader(Reader):
         return images_of(self.program)
 
     @functools.cached_property
+    def groups(self) -> Groups:
+        return Groups(self, self.images_with_inputs, self.loop)
+
+    @functools.cached_property
     def cutting(self) -> Cutting:
         return Cutting(self)
 
@@ -103,14 +108,19 @@ class TpuReader(Reader):
         return shapes
 
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
-        ops = self.cutting.with_copies(equation, super().ops_at(index, equation))
+        copies = self.groups.copied_before(equation)
+        ops = [*copies, *self.cutting.with_copies(equation, super().ops_at(index, equation))]
         return with_words(self, equation, with_scores_turned(self, equation, ops))
 
     def is_renamed(self, equation: Equation) -> bool:
         """Rows of another length lie otherwise in tiles; the first of a tile's features are there as they are."""
         if equation.primitive is P.slice_p:
             return self.fills_as_many_tiles(equation)
-        return super().is_renamed(equation) and not mixes_dimensions(equation, self.program)
+        return super().is_renamed(equation) and not self.is_copied(equation)
+
+    def is_copied(self, reshape: Equation) -> bool:
+        """Whether a reshape is a kernel."""
+        return mixes_dimensions(reshape, self.program) or self.groups.makes_image(reshape)
 
     def fills_as_many_tiles(self, cut: Equation) -> bool:
         """Whether a slice is an image from its beginning, with as many tiles."""
@@ -134,7 +144,7 @@ class TpuReader(Reader):
 
     def barrier(self, equation: Equation) -> None:
         """A barrier holds images, and no parts."""
-        ops: list[Op] = []
+        ops = self.groups.copied_before(equation)
         cut = self.cutting.cut_operands(equation)
         whole = {x: self.cutting.whole(x, None, ops) for x in cut if x not in self.constants}
         self.ops += ops
@@ -168,13 +178,14 @@ class TpuReader(Reader):
         if self.is_one_key(equation):
             # Its words are cut of what they are drawn in, and stored.
             return [dataclasses.replace(op, kind=Kind.ELEMENTWISE, repeatable=False) for op in ops]
-        if mixes_dimensions(equation, self.program):
+        if self.is_copied(equation):
             return [dataclasses.replace(op, kind=Kind.OPAQUE) for op in ops]
         if equation.primitive in (P.scan_p, P.cond_p):
             (op,) = ops
             rounded, waiting, inside = {}, 0, ()
             if equation.primitive is P.scan_p:
                 rounded, waiting = self.rounded_before(equation), self.merged_before(equation)
+                op = dataclasses.replace(op, inputs=self.groups.read_by_loop(equation, op.inputs))
                 inside = self.inside(equation, waiting)
             inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
             seconds, workspace = self.seconds_of_bodies(equation), op.workspace + waiting
@@ -343,6 +354,8 @@ class TpuReader(Reader):
                 sizes[value] = padded_rows(aval.shape, item, self.rows[value])
             elif value in featureless:
                 sizes[value] = bytes_without_features(aval.shape, item)
+            elif value in self.groups.lying_as_images:
+                sizes[value] = padded_bytes(joined_features(aval.shape), item, is_image=True)
             elif value in self.as_products_read:
                 sizes[value] = item * self.as_products_read[value]
             else:

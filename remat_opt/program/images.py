@@ -108,6 +108,11 @@ def lying_as(program: Program, found: set[int]) -> frozenset[int]:
     return _reached(found, alike)
 
 
+def stored_as(program: Program, found: Set[int]) -> frozenset[int]:
+    """Values, and what elementwise work and barriers make of them or make them of."""
+    return _reached(set(found), _alike(program)) if found else frozenset()
+
+
 def _alike(program: Program, more: Iterable[tuple[int, int]] = ()) -> Mapping[int, Sequence[int]]:
     """For each value those that are stored as it is, some pairs more of these included."""
     alike = collections.defaultdict(list)
