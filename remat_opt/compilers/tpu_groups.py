@@ -30,7 +30,7 @@ def in_groups(program: Program, images: Set[int]) -> frozenset[int]:
         whole, parts = sorted((equation.inputs[0], equation.outputs[0]), key=lambda x: program.avals[x].ndim)
         if whole in images and _are_groups(program.avals[whole].shape, program.avals[parts].shape):
             found.add(parts)
-    return stored_as(program, found)
+    return stored_as(program)(found) if found else frozenset()
 
 
 def _are_groups(image: Sequence[int], parts: Sequence[int]) -> bool:

@@ -30,6 +30,7 @@ from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
 from remat_opt.compilers.tpu_rows import rows_of
+from remat_opt.compilers.tpu_turned import Turned
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.tiles import (
     bytes_before_merging,
@@ -110,7 +111,19 @@ class TpuReader(Reader):
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         copies = self.groups.copied_before(equation)
         ops = [*copies, *self.cutting.with_copies(equation, super().ops_at(index, equation))]
+        ops = self.turned.with_copies(equation, ops)
         return with_words(self, equation, with_scores_turned(self, equation, ops))
+
+    @functools.cached_property
+    def turned(self) -> Turned:
+        return Turned(self)
+
+    def finish(self) -> None:
+        for value, op in self.turned.copied_back().items():
+            self.ops.append(op)
+            self.equations.append(self.producer[value])
+            self.same[value] = op.outputs
+        super().finish()
 
     def is_renamed(self, equation: Equation) -> bool:
         """Rows of another length lie otherwise in tiles; the first of a tile's features are there as they are."""

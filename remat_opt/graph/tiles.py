@@ -40,6 +40,11 @@ def padded_bytes(
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
+def lies_turned(shape: Sequence[int], item: int) -> bool:
+    """Whether a matrix takes less with its rows in the lanes, as it is given to a step then."""
+    return _tiled_bytes(shape, item, 0, 1) < _tiled_bytes(shape, item, 1, 0)
+
+
 def padded_rows(shape: Sequence[int], item: int, count: int) -> int:
     """Bytes of an array of which each row is in tiles of its own, or is in their lanes if it has one dimension.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 
 from jax.extend.core import primitives as P
 
@@ -108,9 +108,10 @@ def lying_as(program: Program, found: set[int]) -> frozenset[int]:
     return _reached(found, alike)
 
 
-def stored_as(program: Program, found: Set[int]) -> frozenset[int]:
-    """Values, and what elementwise work and barriers make of them or make them of."""
-    return _reached(set(found), _alike(program)) if found else frozenset()
+def stored_as(program: Program) -> Callable[[Iterable[int]], frozenset[int]]:
+    """What finds to some values all that elementwise work and barriers make of them or make them of."""
+    alike = _alike(program)
+    return lambda found: _reached(set(found), alike)
 
 
 def _alike(program: Program, more: Iterable[tuple[int, int]] = ()) -> Mapping[int, Sequence[int]]:
