@@ -81,11 +81,13 @@ def with_scores_turned(reader: TpuReader, equation: Equation, ops: Sequence[Op])
 
 
 def scores_behind_barriers(program: Program) -> frozenset[int]:
-    """What barriers return of products over a batch that nothing else reads, and whose rows are reduced then."""
-    others = set[int]()  # what others than barriers read
+    """What barriers return of products over a batch whose rows are reduced then, and not before; and for who else reads
+    them the products' results."""
+    others, held = set[int](), set[int]()  # what others than barriers read, and what these do
     reduced = set[int]()
     for equation in reversed(program.equations):
         if equation.primitive is compat.barrier_p:
+            held.update(x for x in equation.inputs if isinstance(x, int))
             continue
         others.update(x for x in equation.inputs if isinstance(x, int))
         if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
@@ -94,18 +96,19 @@ def scores_behind_barriers(program: Program) -> frozenset[int]:
                 reduced.add(equation.inputs[0])
         else:
             reduced.update(one for one, other in _stored_alike(program, equation) if other in reduced)
-    by_rows, behind = set[int](), set[int]()
+    by_rows, behind, read_too = set[int](), set[int](), set[int]()
     for equation in program.equations:
         if equation.primitive is P.dot_general_p:
             _, batch = equation.params["dimension_numbers"]
             (result,) = equation.outputs
-            if batch[0] and len(program.avals[result].shape) > 2 and result not in others:
+            if batch[0] and len(program.avals[result].shape) > 2 and result in held and result not in reduced:
                 by_rows.add(result)
         elif equation.primitive is compat.barrier_p:
-            found = {other for one, other in _stored_alike(program, equation) if one in by_rows}
-            by_rows |= found
-            behind |= found
-    return frozenset(behind & reduced)
+            found = {other: one for one, other in _stored_alike(program, equation) if one in by_rows}
+            by_rows.update(found)
+            behind.update(found)
+            read_too.update(one for other, one in found.items() if other in reduced and one in others)
+    return frozenset(behind & reduced | read_too)
 
 
 def lying_between(program: Program) -> Mapping[int, int]:
