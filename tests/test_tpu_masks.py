@@ -174,3 +174,14 @@ def test_mapped_pools_have_their_examples_apart() -> None:
         return conv(found.reshape(-1, *found.shape[2:]), kernel)
 
     assert not with_merged_batch(program_of(pooled, FILMS, SMALL))
+
+
+def test_of_a_product_of_which_only_the_mask_is_read_nothing_else_is_stored() -> None:
+    def gradient(x: jax.Array, kernel: jax.Array, target: jax.Array) -> jax.Array:
+        return jax.grad(lambda kernel: (jax.nn.relu(conv(x, kernel)) * target).sum())(kernel)
+
+    shapes = [(512, 32, 16, 128), KERNEL, (512, 32, 16, 128)]
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    figures = measure_flat(lambda *arrays: [gradient(*arrays)], avals, target="v5e")
+    foreseen = allocated_by(graph_of(gradient, *shapes), "tpu", gaps_twice=reports_gaps_twice("tpu"))
+    assert max(foreseen, figures.temp_bytes) < 2**20  # words and what is unpacked are on the chip

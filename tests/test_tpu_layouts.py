@@ -1,0 +1,233 @@
+"""What lies otherwise for a TPU's compiler and is copied, what loops spread, and what is on the chip at first."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers import tpu
+from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.tpu_chip import FREED_BEFORE
+from remat_opt.compilers.tpu_groups import in_groups
+from remat_opt.compilers.tpu_products import scores_behind_barriers
+from remat_opt.compilers.tpu_reader import TpuReader
+from remat_opt.compilers.tpu_spread import with_spread_in_loops
+from remat_opt.compilers.tpu_turned import turned
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.program.images import images_of
+from remat_opt.program.inline import Program, inline
+from remat_opt.targets import measure_flat, reports_gaps_twice
+from remat_opt.targets.devices import resolve_target
+
+V5E = resolve_target("v5e")
+RATES = Rates(V5E.bandwidth, V5E.flops)
+
+
+def array(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
+    return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
+
+
+def graph_of(fun: Callable, *avals: jax.ShapeDtypeStruct, donated: tuple[bool, ...] = ()) -> Graph:
+    return compiled(program_of(fun, *avals), RATES, donated, platform="tpu")
+
+
+def convolved(image: jax.Array, kernel: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def in_a_loop(turn: Callable[[jax.Array], jax.Array], start: jax.Array) -> jax.Array:
+    return lax.scan(lambda carry, _: (turn(carry), None), start, None, length=3)[0]
+
+
+def made_orthogonal(weight: jax.Array, momentum: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    momentum = 0.9 * momentum + gradient
+    update = momentum.T / 100.0
+    for _ in range(2):
+        update = 1.5 * update - 0.5 * (update @ update.T) @ update
+    return weight - update.T, momentum
+
+
+def spread_before(vector: jax.Array, start: jax.Array) -> jax.Array:
+    spread = jnp.broadcast_to(vector[:, None], start.shape)
+    return in_a_loop(lambda carry: jnp.tanh(carry) * carry.sum(1, keepdims=True) + spread, jnp.tanh(start)).sum()
+
+
+@pytest.mark.parametrize(
+    ("step", "avals", "donated"),
+    [
+        pytest.param(made_orthogonal, [array(16384, 2048)] * 3, 2, id="a matrix that is turned"),
+        pytest.param(made_orthogonal, [array(2048, 64)] * 3, 2, id="a narrow matrix, which comes turned"),
+        pytest.param(spread_before, [array(65536), array(65536, 1024)], 0, id="spread for a loop"),
+    ],
+)
+def test_what_lies_otherwise_is_foreseen_as_it_is_compiled(step: Callable, avals: list, donated: int) -> None:
+    program = program_of(step, *avals)
+    graph = compiled(program, RATES, tuple(at < donated for at in range(len(avals))), platform="tpu")
+    foreseen = allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu"))
+    figures = measure_flat(
+        lambda *arrays: jax.tree.leaves(step(*arrays)), avals, donated=list(range(donated)), target="v5e"
+    )
+    assert foreseen == pytest.approx(figures.temp_bytes, rel=0.01, abs=2**16)
+
+
+@pytest.mark.parametrize(
+    ("step", "expected"),
+    [
+        (made_orthogonal, {0, 1, 2}),
+        (lambda weight, momentum, gradient: (weight - (momentum.T @ gradient).T, momentum), set()),  # products turn
+        (lambda weight, momentum, gradient: (weight.T - gradient, momentum + gradient.T), set()),  # given on both sides
+        (lambda weight, momentum, gradient: (weight + momentum, (weight @ momentum.T).T * 2.0), set()),
+    ],
+)
+def test_what_is_turned_is_what_is_given_of_what_elementwise_work_turns(step: Callable, expected: set[int]) -> None:
+    program = program_of(step, *[array(2048, 2048 if expected == set() else 512)] * 3)
+    assert turned(program).intersection(program.inputs) == expected
+    copies = [op for op in graph_of(step, *[array(2048, 512)] * 3).ops if op.name == "copy"] if expected else []
+    assert len(copies) == (5 if expected else 0)  # three that it is given, two that it returns
+
+
+def test_a_matrix_that_comes_turned_is_not_copied() -> None:
+    assert not turned(program_of(made_orthogonal, *[array(2048, 64)] * 3))
+
+
+IMAGE, KERNEL, SCALES = (32, 32, 32, 48), (3, 3, 48, 48), (32, 8)
+
+
+def in_parts(image: jax.Array) -> jax.Array:
+    return image.reshape(*image.shape[:-1], 8, image.shape[-1] // 8)
+
+
+def scaled(parts: jax.Array, scale: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return (parts * scale[:, None, None, :, None]).reshape(shape)
+
+
+def at_once(kernel: jax.Array, image: jax.Array, scale: jax.Array) -> jax.Array:
+    made = convolved(image, kernel)
+    return convolved(scaled(in_parts(made), scale, made.shape), kernel)
+
+
+def for_a_loop(kernel: jax.Array, image: jax.Array, scale: jax.Array) -> jax.Array:
+    made = convolved(image, kernel)
+    parts = in_parts(made)
+    return in_a_loop(lambda carry: convolved(scaled(parts, scale, made.shape) + carry, kernel), made)
+
+
+def behind_a_barrier(kernel: jax.Array, image: jax.Array, scale: jax.Array) -> jax.Array:
+    made = convolved(image, kernel)
+    parts = lax.optimization_barrier(in_parts(made))
+    return convolved(scaled(parts, scale, made.shape), kernel)
+
+
+@pytest.mark.parametrize(
+    ("function", "kernels"),
+    [
+        (at_once, ["conv_general_dilated", "conv_general_dilated"]),
+        (for_a_loop, ["conv_general_dilated", "copy", "scan"]),
+        (behind_a_barrier, ["conv_general_dilated", "copy", "mul", "reshape", "conv_general_dilated"]),
+    ],
+)
+def test_features_in_groups_are_copied_for_loops_and_barriers(function: Callable, kernels: list[str]) -> None:
+    avals = [array(*shape) for shape in (KERNEL, IMAGE, SCALES)]
+    program = program_of(function, *avals)
+    assert in_groups(program, images_of(program))
+    found = [op.name for op in graph_of(function, *avals).ops]
+    assert [name for name in found if name in kernels] == kernels
+
+
+def test_a_body_makes_images_of_what_it_is_given_in_groups() -> None:
+    def body(kernel: jax.Array, scale: jax.Array, parts: jax.Array, carry: jax.Array) -> jax.Array:
+        return convolved(scaled(parts, scale, carry.shape) + carry, kernel)
+
+    program = program_of(body, *(array(*shape) for shape in (KERNEL, SCALES, (*IMAGE[:-1], 8, 6), IMAGE)))
+    found = compiled(program, RATES, (False, False, False, True), platform="tpu", loop=(3, 1))
+    assert [op.name for op in found.ops if op.name in ("copy", "conv_general_dilated")] == [
+        "copy",
+        "conv_general_dilated",
+    ]
+
+
+def test_a_loop_spreads_what_it_is_given_spread_unless_a_barrier_holds_that() -> None:
+    def loop(vector: jax.Array, start: jax.Array, *, is_held: bool) -> tuple[jax.Array, jax.Array]:
+        spread = jnp.broadcast_to(vector[:, None], start.shape)
+        spread = lax.optimization_barrier(spread) if is_held else spread
+        return in_a_loop(lambda carry: carry * spread, start), spread
+
+    for is_held in (False, True):
+        program = program_of(lambda *x, is_held=is_held: loop(*x, is_held=is_held), array(64), array(64, 512))
+        (before,) = (one for one in program.equations if one.primitive.name == "scan")
+        (after,) = (one for one in with_spread_in_loops(program).equations if one.primitive.name == "scan")
+        assert [program.aval_of(x).shape for x in before.inputs] == [(64, 512), (64, 512)]
+        assert program.aval_of(after.inputs[0]).shape == ((64, 512) if is_held else (64, 1))
+        assert (after.params["jaxpr"] is before.params["jaxpr"]) == is_held
+
+
+@pytest.mark.parametrize(("constant", "made", "is_inside"), [(100, 950, True), (600, 500, False)])
+def test_of_a_body_what_it_is_given_comes_first_where_it_is_large(constant: int, made: int, is_inside: bool) -> None:
+    ops = (Op((), (1,)), Op((0, 1), (2,)))
+    graph = Graph((constant, made, 0), ops, inputs=(0,), outputs=(2,), fused=True)
+    found = tpu.on_chip(graph, rates=RATES, capacity=1000, is_body=True)
+    assert (found.sizes[1] == 0) == is_inside
+
+
+def kept_by(function: Callable, *avals: jax.ShapeDtypeStruct, donated: tuple[bool, ...] = ()) -> frozenset[int]:
+    reader = TpuReader(program_of(function, *avals), RATES, "tpu")
+    reader.read(donated)
+    return reader.kept_between_steps()
+
+
+def test_an_argument_that_products_alone_read_may_be_on_the_chip_before_the_step() -> None:
+    avals = array(256, 512), array(512, 128), array(256, 128)
+
+    def step(x: jax.Array, weight: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        held = lax.optimization_barrier(x)
+        error = x @ weight - target
+        return weight - held.T @ error, error
+
+    assert kept_by(step, *avals) == {0}
+    assert kept_by(step, *avals, donated=(True, False, False)) == set()
+    assert kept_by(lambda x, weight, target: x @ weight - target, *avals) == {0, 1}
+    assert kept_by(lambda x, weight, target: (x @ weight - target, x), *avals) == {1}
+
+
+@pytest.mark.parametrize(("read_late", "stays"), [(False, False), (True, True)])
+def test_what_is_there_from_the_beginning_goes_when_it_was_read_early(read_late: bool, stays: bool) -> None:
+    times = [1.0, 1.0, 100 * FREED_BEFORE, 10.0, 90 - 100 * FREED_BEFORE]
+    graph = Graph((), tuple(Op((), (), seconds=1e-9 * time) for time in times), fused=True)
+    chip = tpu.ChipMemory(1000, tpu.Clock(graph, 1000, RATES))
+    stay = chip.stay_from_beginning(600, 3 if read_late else 1)
+    assert (stay.outside_until, stay.ends_inside) == (-1, True)
+    assert chip.takes(0, 500, 0, 0) < 0
+    assert (chip.takes(0, 500, 4, 4) < 0) == stays
+
+
+@pytest.mark.parametrize(("kept", "is_inside"), [((), True), ((1,), True), ((0,), False), ((0, 1), False)])
+def test_the_largest_is_on_the_chip_from_the_beginning(kept: tuple[int, ...], is_inside: bool) -> None:
+    ops = (Op((), (2,)), Op((0, 2), (3,), Kind.PRODUCT), Op((1, 3), (4,), Kind.PRODUCT))
+    graph = Graph((500, 300, 600, 10, 0), ops, inputs=(0, 1), outputs=(4,), fused=True)
+    found = tpu.on_chip(graph, rates=RATES, capacity=1000, kept=frozenset(kept))
+    assert (found.sizes[2] == 0) == is_inside
+
+
+def attention(query: jax.Array, key: jax.Array, value: jax.Array, most: jax.Array, *, is_reduced: bool) -> jax.Array:
+    """Scores that are read at once, and behind a barrier once more, where their rows are reduced."""
+    scores = jnp.einsum("bqc,bkc->bqk", query, key)
+    first = jnp.einsum("bqk,bkc->bqc", jax.nn.softmax(scores) if is_reduced else jnp.exp(scores - most), value)
+    again, first = lax.optimization_barrier((scores, first))
+    return first + jnp.einsum("bqk,bkc->bqc", jax.nn.softmax(again), value)
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_scores_that_a_barrier_holds_lie_by_rows_unless_rows_are_reduced_before(is_reduced: bool) -> None:
+    avals = *[array(2, 96, 64)] * 3, array(2, 96, 1)
+    program = program_of(lambda *x: attention(*x, is_reduced=is_reduced), *avals)
+    (scores, *_) = (one.outputs[0] for one in program.equations if one.primitive.name == "dot_general")
+    (barrier,) = (one for one in program.equations if one.primitive.name == "optimization_barrier")
+    again = barrier.outputs[barrier.inputs.index(scores)]
+    assert scores_behind_barriers(program) == (set() if is_reduced else {scores, again})
