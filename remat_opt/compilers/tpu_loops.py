@@ -20,13 +20,14 @@ from collections.abc import Container, Mapping, Sequence, Set
 
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.tpu_windows import REDUCE_WINDOW
 from remat_opt.graph.dependencies import Dependencies
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import behind_operands
 from remat_opt.program.primitives import CONTRACTION, REDUCTION
 
 # What the model adds, as parts that are cut of an array, is by kind alone what these are by name, too.
-PRODUCTS = frozenset(primitive.name for primitive in CONTRACTION)
+PRODUCTS = frozenset(primitive.name for primitive in (*CONTRACTION, REDUCE_WINDOW))
 SUMS = frozenset(primitive.name for primitive in REDUCTION)
 
 
