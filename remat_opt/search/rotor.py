@@ -31,10 +31,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
+from remat_opt.graph.tables import least_along
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.remembering import remembered
-from remat_opt.search.segments import in_slots, least_along
+from remat_opt.search.segments import in_slots
 from remat_opt.search.stages import Stages, best_of, later_bytes, solve_by_models, stages_before_peak, sweep
 
 MOST_STAGES = 60

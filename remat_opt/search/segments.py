@@ -30,6 +30,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Kind
+from remat_opt.graph.tables import least_along
 from remat_opt.search.cuts import SegmentCosts
 
 SLOTS = 400
@@ -149,17 +150,6 @@ def _read(table: Table, stays: np.ndarray, decision: np.ndarray, room: int) -> P
         options.append(table.options[which])
         i = j
     return Plan(tuple(ends), tuple(options))
-
-
-def least_along(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The least numbers along the first axis, and where the first of each stands.
-
-    NumPy's `argmin` and `argmax` turn the table so that the axis is the last one; the largest of small numbers that
-    fall along the axis tells the same in a tenth of the time.
-    """
-    count, least = len(table), table.min(axis=0)
-    falling = np.arange(count, 0, -1, dtype=np.min_scalar_type(count)).reshape(-1, *[1] * least.ndim)
-    return least, count - ((table == least) * falling).max(axis=0)
 
 
 def in_slots(sizes: np.ndarray, slot: int) -> np.ndarray:
