@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh, PartitionSpec
+from op_by_op import VALUES_ONLY
 
 import remat_opt
 from remat_opt.program import compat
@@ -16,6 +17,8 @@ from remat_opt.program import compat
 pytestmark = pytest.mark.short
 
 DEPTH, WIDTH, BATCH = 5, 8, 16
+
+compiled = partial(jax.jit, compiler_options=VALUES_ONLY)  # nothing here asks for memory
 
 
 def params_of(depth: int = DEPTH) -> list[dict[str, jax.Array]]:
@@ -94,7 +97,7 @@ TRANSFORMS = {
 def test_transforms_give_the_same(transform: str) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(jax.jit(apply(remat_opt.checkpoint(loss)))(*args), jax.jit(apply(loss))(*args), tolerance=2e-5)
+    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), tolerance=2e-5)
 
 
 @pytest.mark.parametrize("transform", ["call", "value_and_grad", "vmap"])
@@ -109,8 +112,8 @@ def test_a_layer_gives_the_same(transform: str) -> None:
     args = data()
     layer = remat_opt.checkpoint(network)
     apply = TRANSFORMS[transform]
-    ours = jax.jit(apply(lambda p, x: (layer(p, x) ** 2).mean()))(*args)
-    assert_close(ours, jax.jit(apply(loss))(*args), tolerance=2e-5)
+    ours = compiled(apply(lambda p, x: (layer(p, x) ** 2).mean()))(*args)
+    assert_close(ours, compiled(apply(loss))(*args), tolerance=2e-5)
 
 
 def test_the_functions_of_these_tests_are_divided() -> None:
@@ -124,7 +127,7 @@ def test_a_vmapped_function_may_be_inside() -> None:
     def inner(params, x):
         return jax.vmap(lambda row: loss(params, row[None]))(x).mean()
 
-    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(inner)))(params, x), jax.jit(jax.grad(inner))(params, x))
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(inner)))(params, x), compiled(jax.grad(inner))(params, x))
 
 
 def test_in_shard_map_with_a_collective_inside() -> None:
@@ -144,7 +147,7 @@ def test_in_shard_map_with_a_collective_inside() -> None:
     for fun in (loss, loss_with_collective):
         checkpointed = total(remat_opt.checkpoint(fun))
         assert checkpoints_in(checkpointed, params, x) > 1  # divided, and not one checkpoint round what failed
-        assert_close(jax.jit(jax.grad(checkpointed))(params, x), jax.jit(jax.grad(total(fun)))(params, x))
+        assert_close(compiled(jax.grad(checkpointed))(params, x), compiled(jax.grad(total(fun)))(params, x))
 
 
 def test_with_more_results_than_the_loss() -> None:
@@ -153,10 +156,10 @@ def test_with_more_results_than_the_loss() -> None:
         return (y**2).mean(), {"sums": y.sum(0), "count": jnp.int32(len(y)), "none": None}
 
     args = data()
-    expected = jax.jit(jax.value_and_grad(with_others, has_aux=True))(*args)
+    expected = compiled(jax.value_and_grad(with_others, has_aux=True))(*args)
     checkpointed = remat_opt.checkpoint(with_others)
     assert checkpoints_in(checkpointed, *args)
-    assert_close(jax.jit(jax.value_and_grad(checkpointed, has_aux=True))(*args), expected)
+    assert_close(compiled(jax.value_and_grad(checkpointed, has_aux=True))(*args), expected)
     assert_close(jax.value_and_grad(checkpointed, has_aux=True)(*args), expected)
 
 
@@ -169,14 +172,14 @@ def test_under_vmap_with_an_axis_name() -> None:
     def mean(fun):
         return lambda p, x: jax.vmap(partial(fun, p), axis_name="rows")(x).mean()
 
-    ours = jax.jit(jax.grad(mean(remat_opt.checkpoint(fun))))(params, x)
-    assert_close(ours, jax.jit(jax.grad(mean(fun)))(params, x))
+    ours = compiled(jax.grad(mean(remat_opt.checkpoint(fun))))(params, x)
+    assert_close(ours, compiled(jax.grad(mean(fun)))(params, x))
 
 
 def test_bfloat16_and_complex_numbers() -> None:
     params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), data())
-    expected = jax.jit(jax.grad(loss))(params, x)
-    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, tolerance=0.05)
+    expected = compiled(jax.grad(loss))(params, x)
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, tolerance=0.05)
 
     def of_complex(x):
         for _ in range(4):
@@ -184,7 +187,7 @@ def test_bfloat16_and_complex_numbers() -> None:
         return jnp.abs(x).sum()
 
     z = 0.1 * jnp.ones((4, 4)) + 0.05j * jnp.eye(4)
-    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(of_complex)))(z), jax.jit(jax.grad(of_complex))(z))
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(of_complex)))(z), compiled(jax.grad(of_complex))(z))
 
 
 # Derivative rules
@@ -209,7 +212,7 @@ def test_custom_rules_hold() -> None:
         return (x**2).sum()
 
     args = data()
-    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(fun)))(*args), jax.jit(jax.grad(fun))(*args))
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(fun)))(*args), compiled(jax.grad(fun))(*args))
     assert checkpoints_in(remat_opt.checkpoint(fun), *args) >= 2
 
 
@@ -222,7 +225,7 @@ def test_loops_and_branches_inside() -> None:
         return (x**2).mean()
 
     args = data()
-    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(fun)))(*args), jax.jit(jax.grad(fun))(*args))
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(fun)))(*args), compiled(jax.grad(fun))(*args))
 
 
 def test_gradients_inside_the_function() -> None:
@@ -231,7 +234,7 @@ def test_gradients_inside_the_function() -> None:
         return loss(params, x) + (inner**2).sum()
 
     args = data()
-    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(penalised)))(*args), jax.jit(jax.grad(penalised))(*args))
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(penalised)))(*args), compiled(jax.grad(penalised))(*args))
 
 
 # Under jax_remat3
@@ -252,7 +255,7 @@ def remat3():
 def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(jax.jit(apply(remat_opt.checkpoint(loss)))(*args), jax.jit(apply(loss))(*args), tolerance=2e-5)
+    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), tolerance=2e-5)
 
 
 def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.WarningsRecorder) -> None:
@@ -280,6 +283,6 @@ def test_remat3_checkpoints_of_the_user_are_replaced_or_kept(remat3: None) -> No
     assert replaced.plan(*args).saved == remat_opt.checkpoint(plain).plan(*args).saved
     replaced_jaxpr, kept_jaxpr = (str(jax.make_jaxpr(fun)(*args)) for fun in (replaced, kept))
     assert kept_jaxpr.count("RematTraced[") >= 4 + replaced_jaxpr.count("RematTraced[")
-    expected = jax.jit(jax.grad(plain))(*args)
+    expected = compiled(jax.grad(plain))(*args)
     for checkpointed in (replaced, kept):
-        assert_close(jax.jit(jax.grad(checkpointed))(*args), expected, tolerance=2e-5)
+        assert_close(compiled(jax.grad(checkpointed))(*args), expected, tolerance=2e-5)

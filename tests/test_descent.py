@@ -11,8 +11,10 @@ from step_graphs import graph_of
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.liveness import simulate
+from remat_opt.graph.schedule import Run, join_runs
 from remat_opt.program.inline import inline
 from remat_opt.search import Problem, search_of
+from remat_opt.search.moves import needed
 from remat_opt.search.polish import descend
 
 
@@ -28,6 +30,26 @@ def test_each_schedule_is_no_higher_and_is_what_its_simulation_says(seed: int) -
         assert one.extra_seconds <= most
         before = one
     assert not found or found[-1].peak < problem.plain.peak
+
+
+def test_repeats_that_nobody_needs_are_seen_in_a_simulation() -> None:
+    """Where `has_unread_repeats` says no, `needed` has nothing to drop; a descent leaves nothing to drop."""
+    seen = {True: 0, False: 0}
+    for seed in range(12):
+        problem = Problem(training_graph(random.Random(seed), 24))
+        graph = problem.graph
+        for one in descend(problem, problem.plain, lambda _: True):
+            assert needed(graph, one.schedule.runs) == one.schedule
+            for repeated in range(len(one.schedule.runs)):
+                *before, run = one.schedule.runs[: repeated + 1]
+                again = Run(run.ops[-1:], recomputed=True)
+                if not all(graph.ops[op].repeatable for op in again.ops):
+                    continue
+                runs = [*before, run, again, *one.schedule.runs[repeated + 1 :]]
+                drops = needed(graph, runs) != join_runs(runs)
+                assert simulate(graph, join_runs(runs)).lives.has_unread_repeats >= drops
+                seen[drops] += 1
+    assert min(seen.values()) > 10
 
 
 def test_a_network_gets_lower_than_its_segments() -> None:

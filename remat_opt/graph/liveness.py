@@ -62,6 +62,14 @@ class Lives:
     def __len__(self) -> int:
         return len(self.value)
 
+    @property
+    def has_unread_repeats(self) -> bool:
+        """Whether some value is made again, and not read before it is made once more."""
+        unread = np.flatnonzero(self.reads_start[1:] == self.reads_start[:-1])
+        first = np.empty(self.value.max(initial=-1) + 1, dtype=np.int64)
+        first[self.value[::-1]] = np.arange(len(self) - 1, -1, -1)  # the first buffer of each value
+        return bool((first[self.value[unread]] != unread).any())
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Liveness:

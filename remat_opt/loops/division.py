@@ -16,6 +16,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from remat_opt.graph.tables import least_along
 from remat_opt.loops.choice import Chunks
 
 MOST_UNITS = 128
@@ -119,7 +120,10 @@ def _worth_trying(kinds: Sequence[ChunkKind]) -> list[ChunkKind]:
 
 
 class _Search:
-    """Arrays of FLOPs by (limit, group, kind, units), after each number of chunks."""
+    """Arrays of FLOPs by (kind, limit, group, units), after each number of chunks.
+
+    Left out are limits for which nothing better can be found any more, and units that so many chunks have in any case.
+    """
 
     def __init__(
         self,
@@ -135,60 +139,74 @@ class _Search:
         self.first_bytes, self.limits = first_bytes, limits
         self.most_groups, self.group_flops = groups
         self.units = (length - 1) // unit + 1  # covered before the last chunk: 0, …, units − 1
+        self.fewest = min((kind.steps // unit for kind in kinds), default=1)  # units of a chunk
+        behind = length - unit * np.arange(self.units) - 1  # steps of the last chunk behind its first one, by units
+        self.last_bytes = np.array([one.bytes + behind * one.more_bytes for one in last])  # [last chunk, units]
+        self.last_flops = [(one.flops, behind * one.more_flops) for one in last]
+        every = [kind.flops for kind in kinds] + [flops for one in last for flops in (one.flops, one.more_flops)]
+        self.adds_flops = min([self.group_flops, *every]) >= 0
+        self.rows = np.argsort(-limits, kind="stable")  # the limits that are left, the largest first
         self.came_from: list[np.ndarray] = []  # for each number of chunks the kind before it changed, else SAME
+        self.rows_of: list[np.ndarray] = []  # with it the limits
         self.best = np.full(len(limits), math.inf)
         self.best_at = [(0, 0, 0, 0, 0)] * len(limits)  # chunks, group, kind, units, last chunk
 
     def found(self) -> list[Division | None]:
-        nothing = np.full((len(self.limits), 1, 1, self.units), math.inf)
-        nothing[:, :, :, 0] = 0.0
+        nothing = np.full((1, len(self.limits), 1, self.units), math.inf)
+        nothing[..., 0] = 0.0
         self.end(0, nothing)
-        flops = np.full((len(self.limits), self.most_groups, max(len(self.kinds), 1), self.units), math.inf)
-        for number in range(1, self.units):
+        flops = np.full((max(len(self.kinds), 1), len(self.rows), self.most_groups, self.units), math.inf)
+        for number in range(1, (self.units - 1) // self.fewest + 1):
             flops = self.one_more(number, flops)
-            if not np.isfinite(flops).any():
+            flops = self.end(number, flops)
+            if not len(self.rows):
                 break
-            self.end(number, flops)
         return [self.division(at) if math.isfinite(self.best[at]) else None for at in range(len(self.limits))]
 
     def one_more(self, number: int, flops: np.ndarray) -> np.ndarray:
         """After one more chunk; `number` counts it."""
-        limits, groups, _, units = flops.shape
+        kinds, limits, groups, units = flops.shape
         changed = np.full((limits, groups, units), math.inf)  # the kind has just changed, to any
         came_from = np.full(changed.shape, SAME, np.int8)
         if number == 1:
             changed[:, 0, 0] = self.group_flops
         elif groups > 1:
-            changed[:, 1:] = flops[:, :-1].min(axis=2) + self.group_flops
-            came_from[:, 1:] = flops[:, :-1].argmin(axis=2)
-        after = np.full_like(flops, math.inf)
-        origin = np.full(flops.shape, SAME, np.int8)
+            changed[:, 1:], came_from[:, 1:] = least_along(flops[:, :, :-1])
+            changed[:, 1:] += self.group_flops
+        after = np.full((kinds, limits, groups, units - self.fewest), math.inf)
+        origin = np.full(after.shape, SAME, np.int8)
         for at, kind in enumerate(self.kinds):
-            steps = kind.steps // self.unit
-            fits = number * self.first_bytes + kind.bytes <= self.limits
-            if not fits.any():
-                continue
-            stays, changes = flops[fits, :, at, :-steps], changed[fits, :, :-steps]
-            after[fits, :, at, steps:] = np.minimum(stays, changes) + kind.flops
-            origin[fits, :, at, steps:] = np.where(stays <= changes, SAME, came_from[fits, :, :-steps])
+            more = kind.steps // self.unit - self.fewest
+            fitting = np.count_nonzero(number * self.first_bytes + kind.bytes <= self.limits[self.rows])
+            before = np.s_[:fitting, :, : max(units - self.fewest - more, 0)]
+            stays, changes, here = flops[at][before], changed[before], np.s_[at, :fitting, :, more:]
+            np.minimum(stays, changes, out=after[here])
+            after[here] += kind.flops
+            np.copyto(origin[here], came_from[before], where=stays > changes)
         self.came_from.append(origin)
+        self.rows_of.append(self.rows)
         return after
 
-    def end(self, number: int, flops: np.ndarray) -> None:
-        """Take what ends with a last chunk after so many others."""
-        steps = self.length - self.unit * np.arange(self.units)
-        limits, groups, kinds, units = flops.shape
-        least = flops.reshape(limits, groups * kinds, units).min(axis=1)
-        for at, last in enumerate(self.last):
-            needed = number * self.first_bytes + last.bytes + (steps - 1) * last.more_bytes
-            total = least + last.flops + (steps - 1) * last.more_flops
-            total = np.where(needed[None] <= self.limits[:, None], total, math.inf)
+    def end(self, number: int, flops: np.ndarray) -> np.ndarray:
+        """Take what ends with a last chunk after so many others; what is left of the limits goes on."""
+        kinds, _, groups, _ = flops.shape
+        covered = number * self.fewest  # at least
+        limits, least = self.limits[self.rows], flops.min(axis=0).min(axis=1)
+        for at, (own, more) in enumerate(self.last_flops):
+            total = least + own + more[covered:]
+            total[number * self.first_bytes + self.last_bytes[at, covered:] > limits[:, None]] = math.inf
             here = total.argmin(axis=1)
-            for limit in np.flatnonzero(total.min(axis=1) < self.best):
-                which = flops[limit, :, :, here[limit]].argmin()
-                group, kind = np.unravel_index(which, (groups, kinds))
-                self.best[limit] = total[limit, here[limit]]
-                self.best_at[limit] = (number, int(group), int(kind), int(here[limit]), at)
+            for row in np.flatnonzero(total.min(axis=1) < self.best[self.rows]):
+                limit, units = self.rows[row], int(here[row])
+                group, kind = np.unravel_index(flops[:, row, :, units].T.argmin(), (groups, kinds))
+                self.best[limit] = total[row, units]
+                self.best_at[limit] = (number, int(group), int(kind), covered + units, at)
+        goes_on = (number + 1) * self.first_bytes + self.last_bytes.min() <= limits
+        goes_on &= least.min(axis=1) < (self.best[self.rows] if self.adds_flops else math.inf)
+        if goes_on.all():
+            return flops
+        self.rows = self.rows[goes_on]
+        return flops[:, goes_on]
 
     def division(self, limit: int) -> Division:
         number, group, kind, units, last = self.best_at[limit]
@@ -196,7 +214,8 @@ class _Search:
         chunks: list[ChunkKind] = []
         while number:
             chunks.append(self.kinds[kind])
-            before = int(self.came_from[number - 1][limit, group, kind, units])
+            row = int(np.flatnonzero(self.rows_of[number - 1] == limit)[0])
+            before = int(self.came_from[number - 1][kind, row, group, units - number * self.fewest])
             units -= self.kinds[kind].steps // self.unit
             number -= 1
             if before != SAME:

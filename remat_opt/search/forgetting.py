@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from remat_opt.graph.schedule import Run
+from remat_opt.graph.schedule import Run, join_runs
 from remat_opt.search.moves import needed
 from remat_opt.search.problem import Problem, Solution
 
@@ -138,7 +138,13 @@ class Gaps:
         run = schedule.runs[which]
         parts = (Run(run.ops[:first], run.recomputed), Run(again, True), Run(run.ops[first:], run.recomputed))
         runs = (*schedule.runs[:which], *parts, *schedule.runs[which + 1 :])
-        return self.problem.scheduled(needed(self.problem.graph, _joined(runs)), self.solution.choice)
+        joined = _joined(runs)
+        found = self.problem.scheduled(join_runs(joined), self.solution.choice)
+        if (
+            not found.liveness.lives.has_unread_repeats
+        ):  # as nearly always; to simulate takes less than to look for them
+            return found
+        return self.problem.scheduled(needed(self.problem.graph, joined), self.solution.choice)
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:

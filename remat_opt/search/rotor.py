@@ -29,11 +29,13 @@ import enum
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
+from remat_opt.graph.tables import least_along
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.remembering import remembered
-from remat_opt.search.segments import in_slots, least_along
+from remat_opt.search.segments import in_slots
 from remat_opt.search.stages import Stages, best_of, later_bytes, solve_by_models, stages_before_peak, sweep
 
 MOST_STAGES = 60
@@ -157,7 +159,7 @@ class _Programme:
 
     def __init__(self, model: _Model, memory: int):
         self.model, self.count = model, len(model.forward)
-        self.rooms = np.arange(memory + 1)
+        self.rooms = np.arange(memory + 1, dtype=np.int32)  # is compared in half the time that 64 bits take
         self.seconds = np.full((self.count, self.count, memory + 1), np.inf)
         self.decision = np.zeros((self.count, self.count, memory + 1), dtype=np.int16)  # 0: keep, k: save a + k's input
         # [a, j]: of the forward of a … j, summed up from a on
@@ -168,22 +170,24 @@ class _Programme:
     def _decide(self, a: np.ndarray, length: int) -> None:
         """For all stages a … a + `length` at once."""
         model, rooms, b = self.model, self.rooms, a + length
+        table = np.empty((1 + length, len(a), len(rooms)))  # [0]: keep, [k]: save the input of stage a + k
         left = rooms - model.kept[a, None]
         least = np.maximum(model.keeping[a] + model.gradient[b], model.reversing[a])
         behind = self.seconds[a[:, None] + 1, b[:, None], np.maximum(left, 0)] if length else 0.0
         time = (model.forward[a] + model.backward[a])[:, None] + behind
-        keeping = np.where((rooms >= least[:, None]) & (left >= 0), time, np.inf)
-        options = [keeping[:, None]]
+        table[0] = np.where((rooms >= least[:, None]) & (left >= 0), time, np.inf)
         if length:
-            first, splits = a[:, None], a[:, None] + np.arange(1, length + 1)
-            saved = model.saved[first, splits]
-            least = np.maximum(model.swept[first, splits] + model.gradient[b, None], saved)
-            start = (splits * self.count + b[:, None]) * len(rooms) - saved  # of [split, b, room - saved]
-            behind = self.seconds.ravel().take(rooms + start[..., None], mode="clip")
-            time = self.forward[first, splits - 1][..., None] + behind + self.seconds[first, splits - 1]
-            options.append(np.where(rooms >= least[..., None], time, np.inf))
-        table = np.concatenate(options, axis=1)
-        self.seconds[a, b], self.decision[a, b] = least_along(table, axis=1)
+            splits = a + np.arange(1, length + 1)[:, None]
+            saved = model.saved[a, splits]
+            least = np.maximum(model.swept[a, splits] + model.gradient[b], saved)
+            least = np.minimum(least, len(rooms)).astype(rooms.dtype)
+            start = (splits * self.count + b) * len(rooms) - saved  # of [split, b, room - saved]
+            # What would start before the table has no room, wherever it starts.
+            behind = sliding_window_view(self.seconds.ravel(), len(rooms))[np.maximum(start, 0)]
+            times = np.add(behind, self.forward[a, splits - 1][..., None], out=table[1:])
+            times += self.seconds[a, splits - 1]
+            np.copyto(times, np.inf, where=rooms < least[..., None])
+        self.seconds[a, b], self.decision[a, b] = least_along(table)
 
     def memories(self) -> list[int]:
         """Each memory that gives a shorter sequence than the one below it."""

@@ -26,9 +26,11 @@ import enum
 from collections.abc import Sequence
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Kind
+from remat_opt.graph.tables import least_along
 from remat_opt.search.cuts import SegmentCosts
 
 SLOTS = 400
@@ -120,6 +122,7 @@ def least_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan
     width = len(rooms)
     padded = np.full((count, 2 * width), np.inf)  # rooms below zero first
     seconds = padded[:, width:]
+    behind = sliding_window_view(padded.ravel(), width)  # by the place of its first room
     decision = np.full((count, width), -1, dtype=np.int64)
     stays, needs, last = in_slots(table.stays, slot), -(-table.needs // slot), -(-table.last // slot)
     for i in range(count - 1, -1, -1):
@@ -127,13 +130,9 @@ def least_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan
         start = following * 2 * width + width - np.minimum(stays[:, i, i + 1 :], width)
         together = np.empty((1 + start.size, width))
         together[0] = np.where(rooms >= last[i], 0.0, np.inf)
-        np.add(
-            padded.ravel().take(start.reshape(-1, 1) + rooms),
-            table.seconds[:, i, i + 1 :].reshape(-1, 1),
-            out=together[1:],
-        )
-        together[1:][rooms < needs[:, i, i + 1 :].reshape(-1, 1)] = np.inf
-        seconds[i], decision[i] = least_along(together, axis=0)
+        times = np.add(behind[start.ravel()], table.seconds[:, i, i + 1 :].reshape(-1, 1), out=together[1:])
+        np.copyto(times, np.inf, where=rooms < needs[:, i, i + 1 :].reshape(-1, 1))
+        seconds[i], decision[i] = least_along(together)
     better = np.flatnonzero(seconds[0] < np.concatenate([[np.inf], seconds[0, :-1]]))
     return [(int(room) * slot, _read(table, stays, decision, int(room))) for room in better]
 
@@ -151,15 +150,6 @@ def _read(table: Table, stays: np.ndarray, decision: np.ndarray, room: int) -> P
         options.append(table.options[which])
         i = j
     return Plan(tuple(ends), tuple(options))
-
-
-def least_along(table: np.ndarray, axis: int) -> tuple[np.ndarray, np.ndarray]:
-    """The least numbers along an axis, and where the first of each stands.
-
-    NumPy's `argmin` turns the table so that the axis is the last one; to turn a mask takes less.
-    """
-    least = table.min(axis=axis, keepdims=True)
-    return least.squeeze(axis), (table == least).argmax(axis=axis)
 
 
 def in_slots(sizes: np.ndarray, slot: int) -> np.ndarray:
