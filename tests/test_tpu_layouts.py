@@ -15,6 +15,7 @@ from remat_opt.compilers.tpu_products import scores_behind_barriers
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_spread import with_spread_in_loops
 from remat_opt.compilers.tpu_turned import turned
+from remat_opt.compilers.tpu_windows import with_windowed_maxima
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program.images import images_of
@@ -87,22 +88,33 @@ def test_what_is_given_of_a_turned_matrix_is_copied_and_what_is_returned_is_copi
     assert [op.name for op in graph_of(step, *avals).ops].count("copy") == 5  # three given, two made
 
 
+TALL, WIDE = array(1024, 512), array(512, 1024)
+
+
 @pytest.mark.parametrize(
-    "step",
+    ("step", "avals"),
     [
-        pytest.param(lambda x, y, z: x - (y @ z).T, id="products make what is turned"),
-        pytest.param(lambda x, y, z: x - (y @ z).T.T, id="so they do"),
-        pytest.param(lambda x, y, z: (2.0 * x + y).T + z, id="both sides are given"),
-        pytest.param(lambda x, y, z: 2.0 * x.T @ (y @ z), id="what is given is turned"),
-        pytest.param(lambda x, y, z: (2.0 * x).T @ (y @ z), id="a product reads it"),
+        pytest.param(lambda x, y, z: x - (y @ z).T, (WIDE, TALL, array(512, 512)), id="products make what is turned"),
+        pytest.param(lambda x, y, z: x - (y @ z).T.T, (TALL, TALL, array(512, 512)), id="so they do"),
+        pytest.param(lambda x, y, z: (2.0 * x + y).T + z, (TALL, TALL, WIDE), id="both sides are given"),
+        pytest.param(lambda x, y: 2.0 * x.T @ y, (TALL, TALL), id="what is given is turned"),
+        pytest.param(lambda x, y: (2.0 * x).T @ y, (TALL, TALL), id="a product reads it"),
+        pytest.param(made_orthogonal, (array(2048, 64),) * 3, id="it comes turned"),
     ],
 )
-def test_other_transposes_turn_nothing(step: Callable) -> None:
-    assert not turned(program_of(step, *[array(512, 512)] * 3))
+def test_other_transposes_turn_nothing(step: Callable, avals: tuple[jax.ShapeDtypeStruct, ...]) -> None:
+    assert not turned(program_of(step, *avals))
 
 
-def test_a_matrix_that_comes_turned_is_not_copied() -> None:
-    assert not turned(program_of(made_orthogonal, *[array(2048, 64)] * 3))
+def test_products_read_a_turned_matrix_as_it_is_given() -> None:
+    def step(weight: jax.Array, momentum: jax.Array, image: jax.Array) -> tuple[jax.Array, ...]:
+        result = image @ weight
+        return *made_orthogonal(weight, momentum, image.T @ result), result
+
+    graph = graph_of(step, array(2048, 512), array(2048, 512), array(64, 2048))
+    first = next(op for op in graph.ops if op.kind is Kind.PRODUCT)
+    assert {0, 2}.issuperset(first.inputs)
+    assert [op.name for op in graph.ops].count("copy") == 4
 
 
 IMAGE, KERNEL, SCALES = (32, 32, 32, 48), (3, 3, 48, 48), (32, 8)
@@ -213,6 +225,22 @@ def test_a_loop_spreads_what_it_is_given_spread_unless_a_barrier_holds_that() ->
         assert (after.params["jaxpr"] is before.params["jaxpr"]) == is_held
 
 
+def test_what_loops_spread_is_spread_nowhere_else_unless_it_is_read() -> None:
+    def loop(vector: jax.Array, start: jax.Array) -> jax.Array:
+        spread = jnp.broadcast_to(vector[:, None], start.shape)
+        return in_a_loop(lambda carry: carry * spread, start)
+
+    def begun(vector: jax.Array, start: jax.Array) -> jax.Array:
+        return in_a_loop(lambda carry: carry * start, jnp.broadcast_to(vector[:, None], start.shape))
+
+    for function, kept in ((loop, False), (begun, True)):
+        program = program_of(function, array(64), array(64, 512))
+        found = with_spread_in_loops(program)
+        shapes = [found.avals[e.outputs[0]].shape for e in found.equations if e.primitive.name == "broadcast_in_dim"]
+        assert ((64, 512) in shapes) == kept
+        assert (found is program) == kept
+
+
 @pytest.mark.parametrize(("constant", "made", "is_inside"), [(100, 950, True), (600, 500, False)])
 def test_of_a_body_what_it_is_given_comes_first_where_it_is_large(constant: int, made: int, is_inside: bool) -> None:
     ops = (Op((), (1,)), Op((0, 1), (2,)))
@@ -252,27 +280,97 @@ def test_what_is_there_from_the_beginning_goes_when_it_was_read_early(read_late:
     assert (chip.takes(0, 500, 4, 4) < 0) == stays
 
 
-@pytest.mark.parametrize(("kept", "is_inside"), [((), True), ((1,), True), ((0,), False), ((0, 1), False)])
-def test_the_largest_is_on_the_chip_from_the_beginning(kept: tuple[int, ...], is_inside: bool) -> None:
-    ops = (Op((), (2,)), Op((0, 2), (3,), Kind.PRODUCT), Op((1, 3), (4,), Kind.PRODUCT))
-    graph = Graph((500, 300, 600, 10, 0), ops, inputs=(0, 1), outputs=(4,), fused=True)
+@pytest.mark.parametrize(
+    ("kept", "sizes", "reader", "is_inside"),
+    [
+        ((), (500, 300), Kind.PRODUCT, True),
+        ((1,), (500, 300), Kind.PRODUCT, True),
+        ((0,), (500, 300), Kind.PRODUCT, False),
+        ((0, 1), (500, 300), Kind.PRODUCT, False),
+        ((0, 1), (500, 300), Kind.BARRIER, False),
+        ((0, 1), (500, 300), Kind.OPAQUE, True),
+        ((0, 1), (5000, 300), Kind.PRODUCT, True),
+        ((0, 1), (5000, 500), Kind.PRODUCT, False),
+    ],
+)
+def test_the_largest_that_has_room_is_on_the_chip_from_the_beginning(
+    kept: tuple[int, ...], sizes: tuple[int, int], reader: Kind, is_inside: bool
+) -> None:
+    ops = (Op((), (2,)), Op((0, 2), (3,), Kind.PRODUCT), Op((0,), (), reader), Op((1, 3), (4,), Kind.PRODUCT))
+    graph = Graph((*sizes, 600, 10, 0), ops, inputs=(0, 1), outputs=(4,), fused=True)
     found = tpu.on_chip(graph, rates=RATES, capacity=1000, kept=frozenset(kept))
     assert (found.sizes[2] == 0) == is_inside
 
 
-def attention(query: jax.Array, key: jax.Array, value: jax.Array, most: jax.Array, *, is_reduced: bool) -> jax.Array:
+def attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, most: jax.Array, *, is_reduced: bool, is_later: bool = True
+) -> jax.Array:
     """Scores that are read at once, and behind a barrier once more, where their rows are reduced."""
     scores = jnp.einsum("bqc,bkc->bqk", query, key)
     first = jnp.einsum("bqk,bkc->bqc", jax.nn.softmax(scores) if is_reduced else jnp.exp(scores - most), value)
     again, first = lax.optimization_barrier((scores, first))
-    return first + jnp.einsum("bqk,bkc->bqc", jax.nn.softmax(again), value)
+    later = jax.nn.softmax(again) if is_later else jnp.exp(again - most)
+    return first + jnp.einsum("bqk,bkc->bqc", later, value)
 
 
-@pytest.mark.parametrize("is_reduced", [False, True])
-def test_scores_that_a_barrier_holds_lie_by_rows_unless_rows_are_reduced_before(is_reduced: bool) -> None:
+@pytest.mark.parametrize(("is_reduced", "is_later"), [(False, True), (True, True), (False, False)])
+def test_scores_that_a_barrier_holds_lie_by_rows_unless_rows_are_reduced_before(
+    is_reduced: bool, is_later: bool
+) -> None:
     avals = *[array(2, 96, 64)] * 3, array(2, 96, 1)
-    program = program_of(lambda *x: attention(*x, is_reduced=is_reduced), *avals)
+    program = program_of(lambda *x: attention(*x, is_reduced=is_reduced, is_later=is_later), *avals)
     (scores, *_) = (one.outputs[0] for one in program.equations if one.primitive.name == "dot_general")
     (barrier,) = (one for one in program.equations if one.primitive.name == "optimization_barrier")
     again = barrier.outputs[barrier.inputs.index(scores)]
-    assert scores_behind_barriers(program) == (set() if is_reduced else {scores, again})
+    assert scores_behind_barriers(program) == ({scores, again} if is_later and not is_reduced else set())
+
+
+def softmax_gradient(scores: jax.Array, gradient: jax.Array) -> jax.Array:
+    exponentials = jnp.exp(scores - scores.max(-1, keepdims=True))
+    total = exponentials.sum(-1, keepdims=True)
+    weighed = (gradient * exponentials).sum(-1, keepdims=True)
+    return (gradient / total - weighed / total**2) * exponentials
+
+
+def of_words(logits: jax.Array, own: jax.Array) -> jax.Array:
+    return jax.grad(lambda logits: -(jax.nn.log_softmax(logits) * own).sum(-1).mean())(logits)
+
+
+@pytest.mark.parametrize(
+    ("function", "shape"),
+    [
+        pytest.param(softmax_gradient, (64, 512, 2048), id="exponentials are stored"),
+        pytest.param(of_words, (8, 512, 8192), id="a logarithm's"),
+        pytest.param(softmax_gradient, (64, 512, 129), id="rows that fill no tiles"),
+        pytest.param(softmax_gradient, (65536, 1024), id="a matrix"),
+    ],
+)
+def test_windowed_maxima_are_foreseen_as_they_are_compiled(function: Callable, shape: tuple[int, ...]) -> None:
+    foreseen = allocated_by(graph_of(function, *[array(*shape)] * 2), "tpu", gaps_twice=reports_gaps_twice("tpu"))
+    figures = measure_flat(lambda *arrays: [function(*arrays)], [array(*shape)] * 2, target="v5e")
+    assert foreseen == pytest.approx(figures.temp_bytes, rel=0.01, abs=2**19)
+
+
+@pytest.mark.parametrize(
+    ("function", "is_windowed"),
+    [
+        (lambda s, g: softmax_gradient(s, g), True),
+        (lambda s, g: softmax_gradient(s, g) @ g, True),  # what a product reads is of two arrays
+        (lambda s, g: jax.nn.softmax(s) @ g, False),
+        (lambda s, g: (softmax_gradient(s, g), s.max(-1, keepdims=True)), False),  # once more to others
+        (lambda s, g: (s.max(-1) * 2.0, g), False),
+        (lambda s, g: s - s.max(1, keepdims=True), False),
+        (lambda s, g: s - jnp.maximum(s.max(-1, keepdims=True), 0.0), False),
+        (lambda s, g: s - jnp.maximum(s.max(-1, keepdims=True), -jnp.inf), True),
+        (lambda s, g: s - s.min(-1, keepdims=True), False),
+    ],
+)
+def test_a_maximum_that_is_spread_again_is_windowed(function: Callable, is_windowed: bool) -> None:
+    program = program_of(function, *[array(8, 64, 64)] * 2)
+    found = with_windowed_maxima(program)
+    assert (found is not program) == is_windowed
+    windows = [one for one in found.equations if one.primitive.name == "reduce_window"]
+    assert len(windows) == is_windowed
+    for window in windows:
+        assert found.avals[window.outputs[0]].shape == (8, 64, 64)
+        assert window.params["window_dimensions"] == (1, 1, 64)

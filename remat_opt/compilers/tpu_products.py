@@ -83,11 +83,10 @@ def with_scores_turned(reader: TpuReader, equation: Equation, ops: Sequence[Op])
 def scores_behind_barriers(program: Program) -> frozenset[int]:
     """What barriers return of products over a batch whose rows are reduced then, and not before; and for who else reads
     them the products' results."""
-    others, held = set[int](), set[int]()  # what others than barriers read, and what these do
+    others = set[int]()  # what others than barriers read
     reduced = set[int]()
     for equation in reversed(program.equations):
         if equation.primitive is compat.barrier_p:
-            held.update(x for x in equation.inputs if isinstance(x, int))
             continue
         others.update(x for x in equation.inputs if isinstance(x, int))
         if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
@@ -101,7 +100,7 @@ def scores_behind_barriers(program: Program) -> frozenset[int]:
         if equation.primitive is P.dot_general_p:
             _, batch = equation.params["dimension_numbers"]
             (result,) = equation.outputs
-            if batch[0] and len(program.avals[result].shape) > 2 and result in held and result not in reduced:
+            if batch[0] and len(program.avals[result].shape) > 2 and result not in reduced:
                 by_rows.add(result)
         elif equation.primitive is compat.barrier_p:
             found = {other: one for one, other in _stored_alike(program, equation) if one in by_rows}

