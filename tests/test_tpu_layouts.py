@@ -340,6 +340,7 @@ def of_words(logits: jax.Array, own: jax.Array) -> jax.Array:
     ("function", "shape"),
     [
         pytest.param(softmax_gradient, (64, 512, 2048), id="exponentials are stored"),
+        pytest.param(softmax_gradient, (768, 4, 96, 96), id="sums are in their kernel"),
         pytest.param(of_words, (8, 512, 8192), id="a logarithm's"),
         pytest.param(softmax_gradient, (64, 512, 129), id="rows that fill no tiles"),
         pytest.param(softmax_gradient, (65536, 1024), id="a matrix"),
@@ -360,6 +361,9 @@ def test_windowed_maxima_are_foreseen_as_they_are_compiled(function: Callable, s
         (lambda s, g: (softmax_gradient(s, g), s.max(-1, keepdims=True)), False),  # once more to others
         (lambda s, g: (s.max(-1) * 2.0, g), False),
         (lambda s, g: s - s.max(1, keepdims=True), False),
+        (lambda s, g: s - s.max(1)[..., None], False),
+        (lambda s, g: s[..., :60] - s[..., :60].max(-1, keepdims=True), False),
+        (lambda s, g: s - (most := s.max(-1))[..., None] + most.reshape(64, 8)[0, 0], False),
         (lambda s, g: s - jnp.maximum(s.max(-1, keepdims=True), 0.0), False),
         (lambda s, g: s - jnp.maximum(s.max(-1, keepdims=True), -jnp.inf), True),
         (lambda s, g: s - s.min(-1, keepdims=True), False),

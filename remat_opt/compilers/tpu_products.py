@@ -83,12 +83,10 @@ def with_scores_turned(reader: TpuReader, equation: Equation, ops: Sequence[Op])
 def scores_behind_barriers(program: Program) -> frozenset[int]:
     """What barriers return of products over a batch whose rows are reduced then, and not before; and for who else reads
     them the products' results."""
-    others = set[int]()  # what others than barriers read
     reduced = set[int]()
     for equation in reversed(program.equations):
         if equation.primitive is compat.barrier_p:
             continue
-        others.update(x for x in equation.inputs if isinstance(x, int))
         if equation.primitive in REDUCTION and isinstance(equation.inputs[0], int):
             rank = len(program.avals[equation.inputs[0]].shape)
             if tuple(equation.params.get("axes", ())) == (rank - 1,):
@@ -106,7 +104,7 @@ def scores_behind_barriers(program: Program) -> frozenset[int]:
             found = {other: one for one, other in _stored_alike(program, equation) if one in by_rows}
             by_rows.update(found)
             behind.update(found)
-            read_too.update(one for other, one in found.items() if other in reduced and one in others)
+            read_too.update(one for other, one in found.items() if other in reduced)
     return frozenset(behind & reduced | read_too)
 
 
