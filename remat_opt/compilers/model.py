@@ -15,6 +15,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers import tpu
 from remat_opt.compilers.cpu_reader import CpuReader
 from remat_opt.compilers.gpu_fusion import fuse_by_cost
+from remat_opt.compilers.gpu_multiples import with_multiples_made_again
 from remat_opt.compilers.gpu_reader import GpuReader
 from remat_opt.compilers.gpu_siblings import beside_reductions, join_siblings
 from remat_opt.compilers.gpu_vectors import with_vectors_by_loops
@@ -72,7 +73,7 @@ def compiled(
     """
     bodies = _Bodies(rates, platform, saving_memory)
     if platform in GPUS:
-        program = with_vectors_by_loops(program)
+        program = with_multiples_made_again(with_vectors_by_loops(program))
     if platform == "tpu":
         program = with_windowed_maxima(with_spread_in_loops(program))
         program = with_transposes_undone(before_products(by_comparison(program)))
