@@ -87,7 +87,7 @@ class Groups:
         """Copies of what lies as an image, one of each in all of the program."""
         ops = []
         for x in values:
-            if x not in self.apart and x not in self.given and x not in self.copies:
+            if x not in self.apart and x not in self.reader.program.inputs and x not in self.copies:
                 ops.append(self._copy(x, is_image=False))
                 (self.copies[x],) = ops[-1].outputs
         return ops
