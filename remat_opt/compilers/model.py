@@ -37,7 +37,6 @@ from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.compilers.tpu_spread import with_spread_in_loops
 from remat_opt.compilers.tpu_tables import with_small_tables
 from remat_opt.compilers.tpu_transposes import with_transposes_undone
-from remat_opt.compilers.tpu_windows import with_windowed_maxima
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
@@ -75,7 +74,7 @@ def compiled(
     if platform in GPUS:
         program = with_multiples_made_again(with_vectors_by_loops(program))
     if platform == "tpu":
-        program = with_windowed_maxima(with_spread_in_loops(program))
+        program = with_spread_in_loops(program)
         program = with_transposes_undone(before_products(by_comparison(program)))
     program = by_slices(program)
     reader = _reader_of(program, rates, platform, bodies, loop)
