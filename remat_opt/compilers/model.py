@@ -94,7 +94,7 @@ def compiled(
     if isinstance(reader, TpuReader):
         numbers = frozenset(value for value, aval in enumerate(reader.program.avals) if aval.size == 1)
         timed = with_seconds(ordered, rates)
-        kept = frozenset() if loop else reader.kept_between_steps()
+        kept = frozenset()  # reader.kept_between_steps() keeps more than XLA does
         ordered = tpu.on_chip(timed, numbers, rates=rates, is_body=loop is not None, rounded=reader.rounded, kept=kept)
     return sharing_places(ordered, platform)
 

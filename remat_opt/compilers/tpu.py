@@ -216,7 +216,7 @@ def _kept_between_steps(graph: Graph, sizes: np.ndarray, kept: Set[int], capacit
     may_be = {
         at: {graph.ops[op].kind for op in graph.users[value]}
         for at, value in enumerate(graph.inputs)
-        if value in kept and 2 * sizes[at] <= capacity  # one of 100 MB was not there
+        if value in kept and sizes[at] <= capacity
     }
     found = (at for at, kinds in may_be.items() if kinds <= {Kind.PRODUCT, Kind.BARRIER})
     return max(found, key=lambda at: sizes[at], default=-1)
