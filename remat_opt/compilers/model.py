@@ -37,6 +37,7 @@ from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.compilers.tpu_spread import with_spread_in_loops
 from remat_opt.compilers.tpu_tables import with_small_tables
 from remat_opt.compilers.tpu_transposes import with_transposes_undone
+from remat_opt.compilers.tpu_windows import with_windowed_maxima
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse, held_by
@@ -74,7 +75,7 @@ def compiled(
     if platform in GPUS:
         program = with_multiples_made_again(with_vectors_by_loops(program))
     if platform == "tpu":
-        program = with_spread_in_loops(program)
+        program = with_windowed_maxima(with_spread_in_loops(program))
         program = with_transposes_undone(before_products(by_comparison(program)))
     program = by_slices(program)
     reader = _reader_of(program, rates, platform, bodies, loop)
@@ -94,8 +95,7 @@ def compiled(
     if isinstance(reader, TpuReader):
         numbers = frozenset(value for value, aval in enumerate(reader.program.avals) if aval.size == 1)
         timed = with_seconds(ordered, rates)
-        kept = frozenset()  # reader.kept_between_steps() keeps more than XLA does
-        ordered = tpu.on_chip(timed, numbers, rates=rates, is_body=loop is not None, rounded=reader.rounded, kept=kept)
+        ordered = tpu.on_chip(timed, numbers, rates=rates, is_body=loop is not None, rounded=reader.rounded)
     return sharing_places(ordered, platform)
 
 

@@ -40,9 +40,8 @@ def with_windowed_maxima(program: Program) -> Program:
             given = equation.inputs[0]
             instead[spread[-1]] = len(avals)
             left_out.update(spread[1:])
-            params = {
-                "window_dimensions": (*(1 for _ in program.aval_of(given).shape[1:]), program.aval_of(given).shape[-1])
-            }
+            shape = program.aval_of(given).shape
+            params = {"window_dimensions": (*([1] * (len(shape) - 1)), shape[-1])}
             equations.append(
                 dataclasses.replace(equation, primitive=REDUCE_WINDOW, outputs=(len(avals),), params=params)
             )
