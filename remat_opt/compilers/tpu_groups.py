@@ -1,9 +1,9 @@
-"""How a TPU's compiler stores what a loop is given of an image's features in groups, as group normalisation has them.
+"""How a TPU's compiler stores an image's features in groups, as group normalisation has them.
 
 A reshape of (batch, space, features) into (batch, space, groups, features of each) is no kernel, as XLA does what is
-done in groups on the image, up to a loop: what that is given lies as its own shape pads least, with space in the lanes
-instead of features, and is a copy. The loop's body makes an image of it again, in each turn, and so does what reads it
-behind the loop.
+done in groups on the image, up to a barrier or a loop. What these are given lies as its own shape pads least, with
+space in the lanes instead of features, and is a copy. A loop's body makes an image of it again in each turn, and so
+does what reads it behind a barrier; behind a loop the image is read that it was made of.
 """
 
 from __future__ import annotations
