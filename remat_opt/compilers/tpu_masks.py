@@ -82,9 +82,9 @@ def with_words(reader: TpuReader, equation: Equation, ops: Sequence[Op]) -> Sequ
     mask = reader.masks.get(equation.outputs[0]) if equation.outputs else None
     if mask is None:
         return ops
-    (*before, op), words = ops, reader.new(mask.words)
+    (op,), words = ops, reader.new(mask.words)
     packing = op.but(outputs=(words,), repeatable=False, name=MASK)
-    return [*before, packing, Op((words,), op.outputs, kind=Kind.ELEMENTWISE, repeatable=not mask.by_kernel, name=UNPACK)]
+    return [packing, Op((words,), op.outputs, kind=Kind.ELEMENTWISE, repeatable=not mask.by_kernel, name=UNPACK)]
 
 
 def _is_constant(maker: Equation | None) -> bool:
