@@ -26,6 +26,7 @@ from remat_opt.loops.costs import PairCosts
 from remat_opt.loops.options import PairOptions, best_chunk
 from remat_opt.loops.pairs import EFFECTS, OFFLOADED, REFERENCES, find_pairs
 from remat_opt.loops.recomputation import joint_step, recomputation
+from remat_opt.loops.reverse import room_for
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
 from remat_opt.prepared import prepare
@@ -444,3 +445,11 @@ def test_a_plan_says_which_chunks_there_are_and_how_steps_are_scheduled():
     assert remat_opt.Plan.from_json(edited.to_json()).loops == ((0, choice),)
     with pytest.raises(ValueError, match="at least 1 step"):
         Chunks(2, 0)
+
+
+@pytest.mark.parametrize("value", [jnp.ones(3, jnp.int8), jax.random.split(jax.random.key(0), 3)])
+def test_there_is_room_for_what_is_known_by_its_type_alone(value: jax.Array) -> None:
+    for like in (value, jax.typeof(value)):
+        room = room_for(like, 4)
+        assert (room.shape, room.dtype) == ((4, 3), value.dtype)
+        assert (room.at[1].set(value)[1] == value).all()

@@ -135,7 +135,7 @@ class ReverseLoop:
     def in_two_levels(self) -> tuple[list[Any], list[Any], list[Any]]:
         writer = self.writer
         avals = [writer.program.avals[value] for value in writer.stacked_results]
-        state = (*self.first_state, [jnp.zeros(aval.shape, aval.dtype) for aval in avals])
+        state = (*self.first_state, [lax.full(aval.shape, 0, aval.dtype) for aval in avals])
         before = self.pair.length - writer.last_chunk
         state = self.turn_round(state, jnp.int32(before), writer.last_chunk, self.kept_of_last_chunk())
         for number in reversed(range(len(writer.groups))):
@@ -399,10 +399,8 @@ def _slice_as_it_is(stack: Any, index: Any) -> Any:
 
 
 def room_for(value: Any, places: int) -> Any:
-    """A stack to write values like `value` to."""
-    if jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended):
-        return jnp.broadcast_to(value, (places, *value.shape))
-    return jnp.zeros((places, *value.shape), value.dtype)
+    """A stack to write values to that have the shape and type of one, or of an abstract one."""
+    return lax.full((places, *value.shape), 0, value.dtype)  # random keys, too
 
 
 def unroll_for(given: Any, length: int) -> int:
