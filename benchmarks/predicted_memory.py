@@ -102,6 +102,7 @@ _UNSEEN = (
     *("flow", "distillation", "super_resolution", "fourier_operator", "detector"),
     *("grouped", "quantised", "gradient_penalty", "differential_equation", "private", "sharpness_aware"),
     *("long_convolution", "mixing", "triangles", "orthogonalised", "equilibrium", "dreaming"),
+    *("style", "objects", "automaton"),
 )
 _NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.unseen import further, gradients, images, language, lately, latest, others
+from benchmarks.unseen import further, gradients, images, language, lately, latest, newest, others
 from benchmarks.unseen.step import Unseen
 
 NETWORKS: dict[str, Callable[[], Unseen]] = {
@@ -58,4 +58,7 @@ NETWORKS: dict[str, Callable[[], Unseen]] = {
     "orthogonalised": latest.orthogonalised,
     "equilibrium": latest.equilibrium,
     "dreaming": latest.dreaming,
+    "style": newest.style,
+    "objects": newest.objects,
+    "automaton": newest.automaton,
 }
