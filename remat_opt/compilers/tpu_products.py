@@ -13,7 +13,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, RESHAPING
+from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, REDUCTION, RESHAPING
 
 if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
@@ -108,35 +108,38 @@ def scores_behind_barriers(program: Program) -> frozenset[int]:
     return frozenset(behind & reduced | read_too)
 
 
-def lying_between(program: Program) -> Mapping[int, int]:
-    """What products over a batch make for others, themselves or through elementwise work: for each such value the
-    places that it takes with the batch outside of the tiles."""
+def lying_between(program: Program, images: Container[int]) -> Mapping[int, int]:
+    """What lies between products over a batch: what elementwise work makes of one's result for another of as many
+    places, and what is made for nothing but that, as masks of scores. For each such value the places that it takes with
+    the batch outside of the tiles. (Images lie as convolutions have them. What a product's result is multiplied with
+    lies as it pads least, where it is not made of one itself.)"""
     made: dict[int, int] = {}
-    read: dict[int, int] = {}
-    alike = collections.defaultdict(set)
-    for equation in program.equations:
+    read: dict[int, set[int]] = collections.defaultdict(set)  # the places of the products that a value is for
+    steps = [
+        (equation, [pair for pair in _stored_alike(program, equation) if not any(x in images for x in pair)])
+        for equation in program.equations
+    ]
+    for equation, pairs in steps:
         if equation.primitive is P.dot_general_p:
             _, batch = equation.params["dimension_numbers"]
-            (result,) = equation.outputs
-            made |= _places(program, result, range(len(batch[0])))
+            made |= _places(program, equation.outputs[0], range(len(batch[0])))
             for operand, of_batch in zip(equation.inputs, batch, strict=True):
                 if isinstance(operand, int):
-                    read |= _places(program, operand, of_batch)
-            continue
-        for one, other in _stored_alike(program, equation):
-            alike[one].add(other)
-            alike[other].add(one)
-    found: dict[int, int] = {}
-    for value, places in made.items():
-        if value in found:
-            continue
-        reached, waiting = {value}, [value]
-        while waiting:
-            new = alike[waiting.pop()] - reached
-            reached |= new
-            waiting += new
-        if any(read.get(one) == places for one in reached):
-            found |= dict.fromkeys(reached, places)
+                    read[operand].update(_places(program, operand, of_batch).values())
+        made |= {other: made[one] for one, other in pairs if one in made}
+    for _, pairs in reversed(steps):
+        for one, other in pairs:
+            read[one] |= read[other]
+    found = {value: places for value, places in made.items() if places in read[value]}
+    uses: dict[int, set[int]] = collections.defaultdict(set)  # the places of what a value is for; 0 for other uses
+    uses.update({x: {0} for x in program.outputs if isinstance(x, int)})
+    for equation, pairs in reversed(steps):
+        if equation.primitive not in CONTRACTION:
+            found |= {x: sum(uses[x]) for x in equation.outputs if x not in found and len(uses[x]) == 1 and any(uses[x])}
+        made_for = dict(pairs)
+        for x in equation.inputs:
+            if isinstance(x, int):
+                uses[x].add(found.get(made_for.get(x, -1), 0))
     return found
 
 

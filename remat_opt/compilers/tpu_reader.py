@@ -179,7 +179,7 @@ class TpuReader(Reader):
     @functools.cached_property
     def between_products(self) -> Mapping[int, int]:
         """What lies between products over a batch, with the places that it takes."""
-        return lying_between(self.program)
+        return lying_between(self.program, self.images_with_inputs)
 
     @functools.cached_property
     def scores_behind_barriers(self) -> frozenset[int]:
