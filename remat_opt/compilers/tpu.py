@@ -62,6 +62,7 @@ def on_chip(
     capacity: int = ON_CHIP,
     is_body: bool = False,
     rounded: Set[int] = frozenset(),
+    kept: Set[int] = frozenset(),
 ) -> Graph:
     """The graph without the buffers that are on the chip for all of their lives, with the others as long as they lie in
     the device's memory, and with the tables.
@@ -71,8 +72,9 @@ def on_chip(
         numbers: values of one element, which are not for the chip's vector memory.
         rates: FLOP/s and bytes/s of the target.
         capacity: bytes on the chip.
-        is_body: whether this is a loop's: what that is given stays from turn to turn, and gains in each of them.
+        is_body: whether this is a loop's: what that is given stays from turn to turn, and is placed first.
         rounded: what is stored in two bytes instead of four.
+        kept: arguments of which the largest lies on the chip from the beginning, and most often to the end.
     """
     if not graph.ops:
         return graph
@@ -83,7 +85,7 @@ def on_chip(
 
     def placed(gains: np.ndarray) -> tuple[Graph, bool]:
         memory = ChipMemory(capacity, clock)
-        stays = _stays(graph, lives, gains, memory, numbers, cuts, is_body=is_body)
+        stays = _stays(graph, lives, gains, memory, numbers, cuts, is_body=is_body, kept=kept)
         return _with_stays(graph, lives, stays, numbers), memory.lacked_room
 
     first, lacks_room = placed(gains)
@@ -177,6 +179,7 @@ def _stays(
     cuts: Mapping[int, int],
     *,
     is_body: bool,
+    kept: Set[int],
 ) -> dict[int, Stay]:
     """Where each buffer is that may be on the chip, those first that gain most there."""
     arguments = len(graph.inputs)
@@ -187,9 +190,12 @@ def _stays(
         gains[:arguments] *= RUNS_OF_A_BODY
     written_by = {given: graph.producer[output] for given, output in graph.aliases}
     stays: dict[int, Stay] = {}
+    there = _kept_between_steps(graph, sizes[:arguments], kept, memory.capacity)
+    if there >= 0:
+        stays[there] = memory.stay_from_beginning(int(sizes[there]), _reads(graph, lives, there)[-1])
     for index in np.lexsort((lives.birth - lives.death, -sizes, -gains)).tolist():
         size = int(sizes[index])
-        if 0 < size <= memory.capacity and lives.value[index] not in numbers:
+        if 0 < size <= memory.capacity and lives.value[index] not in numbers and index != there:
             reads = _reads(graph, lives, index)
             if index < arguments:
                 stay = memory.stay_of_constant(size, reads) if is_body else None
@@ -203,6 +209,17 @@ def _stays(
                     stay = dataclasses.replace(stay, outside_until=last, leaves=True)
                 stays[index] = stay
     return stays
+
+
+def _kept_between_steps(graph: Graph, sizes: np.ndarray, kept: Set[int], capacity: int) -> int:
+    """The place among the arguments of the one that is on the chip when the step begins; -1 for none."""
+    may_be = {
+        at: {graph.ops[op].kind for op in graph.users[value]}
+        for at, value in enumerate(graph.inputs)
+        if value in kept and sizes[at] <= capacity
+    }
+    found = (at for at, kinds in may_be.items() if kinds <= {Kind.PRODUCT, Kind.BARRIER})
+    return max(found, key=lambda at: sizes[at], default=-1)
 
 
 def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:

@@ -24,6 +24,8 @@ SMALL = 8 * 2**20
 MOST_BEGINNINGS = 16
 # At most so many are under way at once in each direction (`xla_msa_max_outstanding_prefetches` and `…_evictions`).
 MOST_UNDER_WAY = 40
+# What is on the chip when a step begins has no other in its place where it is read this late in the step.
+FREED_BEFORE = 0.6  # `kCrossProgramPrefetchOccupyFreeingLimit`
 MOST_REPACKS = 4  # `xla_msa_max_repacks`
 
 
@@ -133,6 +135,14 @@ class ChipMemory:
             return None
         is_there = self.takes(self.gap(size, 0, [end]), size, 0, end) >= 0
         return Stay(-1, leaves=False, fetched=0, ends_inside=True) if is_there else None
+
+    def stay_from_beginning(self, size: int, last: int) -> Stay:
+        """The place of what is on the chip when the step begins: until it was read for the last time, or to the end
+        where that is late."""
+        begins = self.clock.begins
+        is_late = begins[last] > FREED_BEFORE * begins[-1]
+        self.takes(0, size, 0, len(self.idle) - 1 if is_late else last)
+        return Stay(-1, leaves=False, fetched=1, ends_inside=True)
 
     def stay_of_argument(self, size: int, reads: Sequence[int], written_by: int) -> Stay:
         """Find places for an argument that lies in the device's memory at first.

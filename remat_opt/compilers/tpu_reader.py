@@ -43,7 +43,7 @@ from remat_opt.graph.tiles import (
 from remat_opt.program import compat
 from remat_opt.program.images import images_of, lying_as, with_merged_batch, with_split_batch, without_features
 from remat_opt.program.inline import Constant, Equation
-from remat_opt.program.primitives import CONTRACTION, REDUCTION
+from remat_opt.program.primitives import CONTRACTION, REDUCTION, RESHAPING
 
 MOST_JOINED = 4  # arrays that a concatenation is of as the maximum of padded ones, which is elementwise
 
@@ -324,6 +324,26 @@ class TpuReader(Reader):
             if merges_examples(loop.params["jaxpr"], at):
                 waiting += bytes_before_merging(self.program.avals[x].shape, 2)
         return waiting
+
+    def kept_between_steps(self) -> frozenset[int]:
+        """Arguments of which one may lie on the chip when a step begins: those that products alone read, as they are.
+        (XLA takes others for activations: `LooksLikeAnActivation` in its `memory_space_assignment`.)"""
+        found: set[int] = set()
+        for given in self.program.inputs:
+            waiting, is_left = [given], True
+            while waiting and is_left:
+                value = waiting.pop()
+                for reader in self.readers.get(value, ()):
+                    if reader.primitive is compat.barrier_p:
+                        waiting.append(reader.outputs[reader.inputs.index(value)])
+                    elif reader.primitive in RESHAPING or reader.primitive is P.transpose_p:
+                        waiting += reader.outputs
+                    elif reader.primitive not in CONTRACTION:
+                        is_left = False
+                is_left = is_left and value not in self.program.outputs
+            if is_left and given in self.readers:
+                found.add(given)
+        return frozenset(found - self.donated)
 
     def seconds_of_bodies(self, equation: Equation) -> float:
         """Seconds that XLA takes a loop or the branches of a condition to need."""
