@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Any
 
 import jax.numpy as jnp
@@ -61,6 +61,31 @@ def multiplies_only(equation: Equation, value: int) -> bool:
     )
 
 
+def features_of_groups(params: dict[str, Any], shapes: Sequence[Sequence[int]]) -> tuple[int, tuple[int, ...]]:
+    """A convolution's groups, and how many features of each group its images have. Of a gradient of weights these are
+    both operands: what it sums over are the images, and their features are what it takes for these.
+
+    Args:
+        params: the convolution's.
+        shapes: of its operands.
+    """
+    numbers = params["dimension_numbers"]
+    groups = params["feature_group_count"] * params["batch_group_count"]
+    if params["batch_group_count"] == 1:
+        return groups, (shapes[0][numbers.lhs_spec[1]] // groups,)
+    specs = numbers.lhs_spec, numbers.rhs_spec
+    return groups, tuple(shape[spec[0]] // groups for shape, spec in zip(shapes, specs, strict=False))
+
+
+def takes_features_apart(primitive: Any, params: dict[str, Any], shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether a product is a gradient of weights that takes each feature of its first operand for a group, with several
+    of its second: a TPU's compiler gives those features a dimension of their own, and rounds in a copy."""
+    if primitive is not P.conv_general_dilated_p or params["batch_group_count"] == 1:
+        return False
+    _, (first, second) = features_of_groups(params, shapes)
+    return first == 1 < second
+
+
 def _is_multiplied_by_loop(params: dict[str, Any], operands: Set[int]) -> bool:
     """Whether the products in a `scan` are all that reads some of its operands, by their places."""
     constants, carries = compat.scan_counts(params)
@@ -76,7 +101,12 @@ def _handed_on_by(jaxpr: Any, inputs: Set[int]) -> Set[int] | None:
     read = {body.invars[at] for at in inputs}
     for inner in body.eqns:
         operands = {at for at, x in enumerate(inner.invars) if not isinstance(x, compat.Literal) and x in read}
-        if not operands or inner.primitive in CONTRACTION:
+        if not operands:
+            continue
+        if inner.primitive in CONTRACTION:
+            shapes = [x.aval.shape for x in inner.invars]
+            if 0 in operands and takes_features_apart(inner.primitive, inner.params, shapes):
+                return None
             continue
         if inner.primitive in MOVES:
             read.update(inner.outvars)

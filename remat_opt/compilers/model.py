@@ -46,6 +46,7 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.ordering import runs_before
 from remat_opt.program import compat
+from remat_opt.program.images import images_of
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.one_hot import by_comparison
 from remat_opt.program.platforms import GPUS
@@ -60,6 +61,7 @@ def compiled(
     platform: str = "",
     saving_memory: bool = False,
     loop: tuple[int, int] | None = None,
+    is_step: bool = True,
 ) -> Graph:
     """The kernels and buffers that a platform's compiler makes of a program, in the order in which it runs them.
 
@@ -70,6 +72,7 @@ def compiled(
         platform: "cpu", "cuda" or "tpu".
         saving_memory: whether the compiler is asked to order kernels for little memory, as we ask the CPU's.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
+        is_step: whether it is all of a step, and no loop's body or branch.
     """
     bodies = _Bodies(rates, platform, saving_memory)
     if platform in GPUS:
@@ -95,7 +98,7 @@ def compiled(
     if isinstance(reader, TpuReader):
         numbers = frozenset(value for value, aval in enumerate(reader.program.avals) if aval.size == 1)
         timed = with_seconds(ordered, rates)
-        kept = reader.kept_between_steps()
+        kept = reader.kept_between_steps() if is_step else frozenset()
         ordered = tpu.on_chip(timed, numbers, rates=rates, is_body=loop is not None, rounded=reader.rounded, kept=kept)
     return sharing_places(ordered, platform)
 
@@ -106,6 +109,7 @@ class _Bodies:
     Attributes:
         buffers: by the id of its jaxpr, a body's buffers, as `Op.inside`.
         tables: in the same way the bytes of its kernels' tables on a TPU.
+        images: in the same way which of its results are images, by their places.
     """
 
     def __init__(self, rates: Rates, platform: str, saving_memory: bool):
@@ -114,6 +118,7 @@ class _Bodies:
         self.saving_memory = saving_memory
         self.buffers: dict[int, tuple[tuple[int, int, int], ...]] = {}
         self.tables: dict[int, int] = {}
+        self.images: dict[int, frozenset[int]] = {}
         self._graphs: dict[int, Graph] = {}
 
     def peak_of(self, primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
@@ -134,8 +139,12 @@ class _Bodies:
             platform=self.platform,
             saving_memory=self.saving_memory,
             loop=compat.scan_counts(params) if primitive is P.scan_p else None,
+            is_step=False,
         )
         self._graphs[key], self.tables[key] = tpu.without_tables(graph)
+        if self.platform == "tpu":
+            images = images_of(body).difference(body.inputs)
+            self.images[key] = frozenset(at for at, result in enumerate(body.outputs) if result in images)
         if self.platform != "cpu":
             self.buffers[key] = buffers_of(self._graphs[key], shared_places(self._graphs[key], self.platform))
         return self._graphs[key]
@@ -148,6 +157,7 @@ def _reader_of(program: Program, rates: Rates, platform: str, bodies: _Bodies, l
         return CpuReader(program, rates, platform, bodies.peak_of)
     reader = TpuReader(program, rates, platform, bodies.peak_of)
     reader.loop, reader.bodies, reader.tables = loop, bodies.buffers, bodies.tables
+    reader.images_of_bodies = bodies.images
     reader.seconds_of_body = bodies.seconds_of
     return reader
 

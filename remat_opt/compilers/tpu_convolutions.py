@@ -19,10 +19,10 @@ from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import is_strided
+from remat_opt.compilers.equations import features_of_groups, is_strided
 from remat_opt.compilers.tpu_parts import MOST_IMAGES
 from remat_opt.graph.graph import Kind, Op
-from remat_opt.graph.tiles import LANES, bytes_with_features_or_batch_in_lanes, lies_otherwise, padded_bytes
+from remat_opt.graph.tiles import LANES, SUBLANES, bytes_with_features_or_batch_in_lanes, lies_otherwise, padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 
@@ -93,11 +93,8 @@ def _along_lanes(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
 
 def _is_by_groups(equation: Equation, program: Program) -> bool:
     """Whether a convolution is in groups of several features, which do not fill the lanes."""
-    params = equation.params
-    groups = params["feature_group_count"] * params["batch_group_count"]
-    # Of a gradient of weights what is summed over are the images, and their features are what it takes for these.
-    features = params["dimension_numbers"].lhs_spec[params["batch_group_count"] == 1]
-    return groups > 1 and 1 < program.aval_of(equation.inputs[0]).shape[features] // groups < LANES
+    groups, features = features_of_groups(equation.params, [program.aval_of(x).shape for x in equation.inputs])
+    return groups > 1 and 1 < max(features) < LANES
 
 
 def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
@@ -128,7 +125,11 @@ def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     if is_gradient:
         return [*copies, op]
     (result,) = op.outputs
-    made = reader.new(size_of(result, numbers.out_spec, compat.item_bytes(reader.program.avals[result].dtype)))
+    aval = reader.program.avals[result]
+    item = compat.item_bytes(aval.dtype)
+    fills_rows = aval.shape[numbers.out_spec[1]] == groups and aval.shape[numbers.out_spec[0]] == SUBLANES
+    # The rows of tiles stay a batch's that fills them, with nothing but the one feature of a group in the lanes.
+    made = reader.new(aval.size * LANES * item if fills_rows else size_of(result, numbers.out_spec, item))
     return [*copies, dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=Kind.OPAQUE, name="copy")]
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import multiplies_only
+from remat_opt.compilers.equations import multiplies_only, takes_features_apart
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
 from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, named
@@ -45,7 +45,7 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
                 continue
             if program.avals[value].dtype != jnp.float32:
                 continue
-            others = [reader for reader in readers[value] if not _takes_two_bytes(reader, value, rounded)]
+            others = [reader for reader in readers[value] if not _takes_two_bytes(program, reader, value, rounded)]
             if not others:
                 rounded.add(value)
                 stored.add(value)
@@ -58,7 +58,7 @@ def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> froz
             elif equation.primitive in CONTRACTION and _goes_on_inside(program, value, readers, stored):
                 stored.add(value)
     for value in constants:
-        of_products = all(_takes_two_bytes(reader, value, rounded) for reader in readers.get(value, ()))
+        of_products = all(_takes_two_bytes(program, reader, value, rounded) for reader in readers.get(value, ()))
         if program.avals[value].dtype == jnp.float32 and of_products:
             stored.add(value)
     return frozenset(stored)
@@ -97,10 +97,12 @@ def _goes_on_inside(
     return False
 
 
-def _takes_two_bytes(reader: Equation, value: int, rounded: Container[int]) -> bool:
+def _takes_two_bytes(program: Program, reader: Equation, value: int, rounded: Container[int]) -> bool:
     """Whether nothing that an equation makes of a value needs more digits."""
     if reader.primitive in CONTRACTION:
-        return has_default_precision(reader)
+        shapes = [program.aval_of(x).shape for x in reader.inputs]
+        is_apart = reader.inputs[0] == value and takes_features_apart(reader.primitive, reader.params, shapes)
+        return has_default_precision(reader) and not is_apart
     if reader.primitive is P.scan_p:
         return multiplies_only(reader, value)
     if reader.primitive is compat.barrier_p:

@@ -54,12 +54,14 @@ class TpuReader(Reader):
     Attributes:
         bodies: by the id of its jaxpr, a body's buffers once its peak was asked for, as `Op.inside`.
         tables: in the same way the bytes of its tables of addresses.
+        images_of_bodies: in the same way which of its results are images, by their places.
         seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
     """
 
     bodies: Mapping[int, tuple[tuple[int, int, int], ...]]
     tables: Mapping[int, int]
+    images_of_bodies: Mapping[int, frozenset[int]]
     seconds_of_body: Callable[..., float]
     loop: tuple[int, int] | None = None
 
@@ -368,7 +370,7 @@ class TpuReader(Reader):
             graph: of ops or of kernels.
             narrow: whether what only products read takes two bytes an element: not before the kernels are known.
         """
-        images = self.images
+        images, stacks = self.images, self.stacks_of_images()
         joined, split = self.joined_by_batch(images), with_split_batch(self.program)
         featureless = without_features(self.program, images)
         sizes = list(graph.sizes)
@@ -381,6 +383,8 @@ class TpuReader(Reader):
                 cut = self.parts.cut[value]
                 shape = cut.shape_of(aval.shape)
                 sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
+            elif value in stacks:
+                sizes[value] = aval.shape[0] * padded_bytes(aval.shape[1:], item, is_image=True)
             elif value in self.merged:
                 sizes[value] = padded_bytes(self.merged[value], item, is_image=True)
             elif value in self.rows and value not in images:
@@ -398,6 +402,17 @@ class TpuReader(Reader):
                     aval.shape, item, is_image=is_image, with_batch_in_lanes=with_batch, batch=batch
                 )
         return dataclasses.replace(graph, sizes=tuple(sizes))
+
+    def stacks_of_images(self) -> frozenset[int]:
+        """What loops put together of images of all their turns: they lie one behind the other. (Of what a loop carries
+        from turn to turn each lies as the first one does, which it was given.)"""
+        found: set[int] = set()
+        for equation in self.program.equations:
+            if equation.primitive is P.scan_p:
+                _, carries = compat.scan_counts(equation.params)
+                images = self.images_of_bodies.get(id(equation.params["jaxpr"]), ())
+                found.update(equation.outputs[at] for at in images if at >= carries)
+        return frozenset(found)
 
     def joined_by_batch(self, images: Container[int]) -> frozenset[int]:
         """Images that are joined of pieces with the batch in the lanes, which then lies there, too."""

@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-LANES, _SUBLANES = 128, 8
+LANES, SUBLANES = 128, 8
 
 
 def padded_bytes(
@@ -34,7 +34,7 @@ def padded_bytes(
         return item * -(-count // LANES) * LANES
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
-    if is_image and last > 1 and shape[batch] >= _SUBLANES:
+    if is_image and last > 1 and shape[batch] >= SUBLANES:
         by_batch = _tiled_bytes(shape, item, batch, last, max(_few(shape[last]), 4 // item))
         return by_batch if with_batch_in_lanes else min(by_batch, _tiled_bytes(shape, item, last, batch))
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
@@ -119,17 +119,17 @@ def bytes_without_features(shape: Sequence[int], item: int) -> int:
     """Bytes of what is left of images when their features are reduced: the other dimensions lie as in the images, so
     that the batch is in the lanes, or as they pad least where it fills no tile."""
     sizes = [shape[0], *(size for size in shape[1:] if size != 1)]
-    if len(sizes) < 3 or shape[0] < _SUBLANES:
+    if len(sizes) < 3 or shape[0] < SUBLANES:
         return padded_bytes(shape, item)
     return _tiled_bytes(sizes, item, 0, len(sizes) - 1)
 
 
 def _few(rows: int) -> int:
     """Rows of a tile that has no more than are needed."""
-    return min(_SUBLANES, 1 << (rows - 1).bit_length())
+    return min(SUBLANES, 1 << (rows - 1).bit_length())
 
 
-def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int, rows: int = _SUBLANES) -> int:
+def _tiled_bytes(shape: Sequence[int], item: int, lanes: int, sublanes: int, rows: int = SUBLANES) -> int:
     """With one dimension in the lanes and one in the sublanes, of which a tile has some rows."""
     others = math.prod(shape) // (shape[lanes] * shape[sublanes])
     return item * others * _up(shape[lanes], LANES) * _up(shape[sublanes], rows)
