@@ -9,6 +9,7 @@ from jax import lax
 
 from remat_opt.compilers.model import compiled
 from remat_opt.compilers.tpu_reader import TpuReader
+from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.tiles import bytes_with_features_or_batch_in_lanes, bytes_without_features, padded_bytes
@@ -72,7 +73,7 @@ def test_what_is_reduced_over_features_and_spread_over_them_lies_as_images_witho
     assert found.isdisjoint(program.inputs)
     (summed,) = (e.outputs[0] for e in program.equations if e.primitive.name == "reduce_sum")
     assert summed not in found
-    graph = TpuReader(program, RATES, "tpu").in_tiles(TpuReader(program, RATES, "tpu").read(()))
+    graph = in_tiles(TpuReader(program, RATES, "tpu"), TpuReader(program, RATES, "tpu").read(()))
     assert graph.sizes[maximum] == 16 * 16 * 128 * 4
 
 
@@ -114,7 +115,7 @@ def test_images_lie_as_the_pieces_that_they_are_joined_of(features: int, lanes: 
     image = jax.ShapeDtypeStruct((64, 8, 8, features), jnp.float32)
     program = program_of(block, image, image, jax.ShapeDtypeStruct((1, 1, total, total), jnp.float32))
     reader = TpuReader(program, RATES, "tpu")
-    sizes = reader.in_tiles(reader.read(())).sizes
+    sizes = in_tiles(reader, reader.read(())).sizes
     by_primitive = {e.primitive.name: sizes[e.outputs[0]] for e in program.equations}
     assert by_primitive["concatenate"] == 8 * 8 * 4 * lanes[0] * lanes[1]
     assert by_primitive["max"] == by_primitive["concatenate"]

@@ -13,6 +13,7 @@ from remat_opt.compilers.tpu_groups import in_groups
 from remat_opt.compilers.tpu_products import scores_behind_barriers
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_spread import with_spread_in_loops
+from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.compilers.tpu_turned import turned
 from remat_opt.compilers.tpu_windows import with_windowed_maxima
 from remat_opt.graph.cost import Rates
@@ -181,7 +182,7 @@ def test_what_is_read_in_groups_behind_a_barrier_lies_so_for_a_loop() -> None:
     reader = TpuReader(program, RATES, "tpu")
     reader.peak_of_body, reader.seconds_of_body = lambda *_: 0, lambda *_: 0.0
     reader.bodies = reader.tables = {}
-    sizes = reader.in_tiles(reader.read(())).sizes
+    sizes = in_tiles(reader, reader.read(())).sizes
     images = images_of(program)
     first, *_, last = sorted(in_groups(program, images))
     assert (sizes[first], sizes[last]) == (32**3 * 128 * 4, 32 * 32 * 128 * 48 * 4)  # features or columns in the lanes

@@ -10,6 +10,7 @@ from jax import lax
 from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_masks import MASK, UNPACK, Packed, packed_masks
 from remat_opt.compilers.tpu_reader import TpuReader
+from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
 from remat_opt.program.images import images_of, with_merged_batch
@@ -158,7 +159,7 @@ def test_frames_and_masks_take_as_much_as_those_images() -> None:
         )
     )
     reader = TpuReader(program, Rates(V5E.bandwidth, V5E.flops), "tpu", lambda *_: 0)
-    sizes = reader.in_tiles(reader.read(()), narrow=False).sizes
+    sizes = in_tiles(reader, reader.read(()), narrow=False).sizes
     found = [value for value in reader.merged if program.avals[value].dtype == jnp.float32]
     assert found
     assert {sizes[value] for value in found if sizes[value]} == {24 * 24 * 128 * 32 * 4}  # 128 frames in the lanes

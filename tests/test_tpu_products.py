@@ -9,6 +9,7 @@ import pytest
 from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_products import arithmetic_of, complex_for_products, lying_between
 from remat_opt.compilers.tpu_reader import TpuReader
+from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.program.inline import Program, inline
@@ -69,7 +70,7 @@ def test_a_transform_lies_as_products_over_its_frequencies_read_it() -> None:
     assert set(found.values()) == {64 * 33 * 16 * 128}
     assert {program.avals[value].shape for value in found} == {(16, 64, 33, 32), (16, 32, 64, 33)}
     reader = TpuReader(program, Rates(1e12, {"float32": 1e14}), "tpu", lambda *_: 0)
-    sizes = reader.in_tiles(reader.read(())).sizes
+    sizes = in_tiles(reader, reader.read(())).sizes
     assert {sizes[value] for value in found} == {8 * 64 * 33 * 16 * 128}
 
 
@@ -90,7 +91,7 @@ def test_what_products_make_for_a_transform_lies_as_they_do() -> None:
 
 def test_what_lies_between_products() -> None:
     program = program_of(attention, *[jax.ShapeDtypeStruct((16, 24, 2, 32), jnp.float32)] * 3)
-    found = lying_between(program)
+    found = lying_between(program, ())
     scores = [value for value, aval in enumerate(program.avals) if aval.shape[-2:] == (24, 24)]
     assert set(scores) <= set(found)
     assert {found[value] for value in scores} == {16 * 2 * 24 * 128}

@@ -36,6 +36,7 @@ from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_slices import before_products
 from remat_opt.compilers.tpu_spread import with_spread_in_loops
 from remat_opt.compilers.tpu_tables import with_small_tables
+from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.compilers.tpu_transposes import with_transposes_undone
 from remat_opt.compilers.tpu_windows import with_windowed_maxima
 from remat_opt.graph import ordering
@@ -174,12 +175,12 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
         unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
-        unfused = reader.in_tiles(with_pieces_beside(unfused, elements), narrow=False)
+        unfused = in_tiles(reader, with_pieces_beside(unfused, elements), narrow=False)
         fused = fuse(unfused, by_kernels=True, cut_from_buffers=True, copied=widened(unfused)).graph
         numbers = frozenset(value for value, count in enumerate(elements) if count == 1)
         fused = with_small_tables(with_widened_beside(fused), reader.accumulated(), numbers, tpu.PAGE)
         fused = with_loops_joined(fused, reader.shapes_of_loops(), elements, reader.accumulated())
-        return reader.in_tiles(with_work_beside(fused, elements))
+        return in_tiles(reader, with_work_beside(fused, elements))
     return fuse(unfused, by_kernels=True).graph
 
 

@@ -134,8 +134,9 @@ def lying_between(program: Program, images: Container[int]) -> Mapping[int, int]
     uses: dict[int, set[int]] = collections.defaultdict(set)  # the places of what a value is for; 0 for other uses
     uses.update({x: {0} for x in program.outputs if isinstance(x, int)})
     for equation, pairs in reversed(steps):
-        if equation.primitive not in CONTRACTION:
-            found |= {x: sum(uses[x]) for x in equation.outputs if x not in found and len(uses[x]) == 1 and any(uses[x])}
+        for x in equation.outputs if equation.primitive not in CONTRACTION else ():
+            if x not in found and len(uses[x]) == 1 and 0 not in uses[x]:
+                (found[x],) = uses[x]
         made_for = dict(pairs)
         for x in equation.inputs:
             if isinstance(x, int):

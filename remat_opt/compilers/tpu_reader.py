@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
@@ -23,7 +23,7 @@ from remat_opt.compilers.equations import (
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
-from remat_opt.compilers.tpu_groups import Groups, joined_features
+from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
 from remat_opt.compilers.tpu_parts import Parts, parts_of
@@ -31,17 +31,13 @@ from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
 from remat_opt.compilers.tpu_rows import rows_of
 from remat_opt.compilers.tpu_turned import Turned
-from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import (
     bytes_before_merging,
-    bytes_with_features_or_batch_in_lanes,
-    bytes_without_features,
-    has_batch_in_lanes,
     padded_bytes,
-    padded_rows,
 )
 from remat_opt.program import compat
-from remat_opt.program.images import images_of, lying_as, with_merged_batch, with_split_batch, without_features
+from remat_opt.program.images import images_of, with_merged_batch
 from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.primitives import CONTRACTION, REDUCTION, RESHAPING
 
@@ -362,68 +358,3 @@ class TpuReader(Reader):
                 if len(axes) == rank or rank - 1 not in axes:
                     found.update(equation.outputs)
         return frozenset(found)
-
-    def in_tiles(self, graph: Graph, *, narrow: bool = True) -> Graph:
-        """The graph with sizes as a TPU stores them.
-
-        Args:
-            graph: of ops or of kernels.
-            narrow: whether what only products read takes two bytes an element: not before the kernels are known.
-        """
-        images, stacks = self.images, self.stacks_of_images()
-        joined, split = self.joined_by_batch(images), with_split_batch(self.program)
-        featureless = without_features(self.program, images)
-        sizes = list(graph.sizes)
-        rounded = self.rounded if narrow else ()
-        for value, aval in enumerate(self.program.avals):
-            if not sizes[value]:
-                continue
-            item = 2 if value in rounded else compat.item_bytes(aval.dtype)
-            if value in self.parts.cut:
-                cut = self.parts.cut[value]
-                shape = cut.shape_of(aval.shape)
-                sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
-            elif value in stacks:
-                sizes[value] = aval.shape[0] * padded_bytes(aval.shape[1:], item, is_image=True)
-            elif value in self.merged:
-                sizes[value] = padded_bytes(self.merged[value], item, is_image=True)
-            elif value in self.rows and value not in images:
-                sizes[value] = padded_rows(aval.shape, item, self.rows[value])
-            elif value in featureless:
-                sizes[value] = bytes_without_features(aval.shape, item)
-            elif value in self.groups.lying_as_images:
-                sizes[value] = padded_bytes(joined_features(aval.shape), item, is_image=True)
-            elif value in self.as_products_read:
-                sizes[value] = item * self.as_products_read[value]
-            else:
-                is_image, with_batch = value in images, value in joined
-                batch = len(aval.shape) - 4 if value in split else 0
-                sizes[value] = padded_bytes(
-                    aval.shape, item, is_image=is_image, with_batch_in_lanes=with_batch, batch=batch
-                )
-        return dataclasses.replace(graph, sizes=tuple(sizes))
-
-    def stacks_of_images(self) -> frozenset[int]:
-        """What loops put together of images of all their turns: they lie one behind the other. (Of what a loop carries
-        from turn to turn each lies as the first one does, which it was given.)"""
-        found: set[int] = set()
-        for equation in self.program.equations:
-            if equation.primitive is P.scan_p:
-                _, carries = compat.scan_counts(equation.params)
-                images = self.images_of_bodies.get(id(equation.params["jaxpr"]), ())
-                found.update(equation.outputs[at] for at in images if at >= carries)
-        return frozenset(found)
-
-    def joined_by_batch(self, images: Container[int]) -> frozenset[int]:
-        """Images that are joined of pieces with the batch in the lanes, which then lies there, too."""
-        joined: set[int] = set()
-        for equation in self.program.equations:
-            if equation.primitive is not P.concatenate_p or equation.outputs[0] not in images:
-                continue
-            avals = [self.program.avals[piece] for piece in self.pieces_of(equation)]
-            pieces = [aval for aval in avals if aval.size]
-            by_features = equation.params["dimension"] == len(self.program.avals[equation.outputs[0]].shape) - 1
-            by_batch = (has_batch_in_lanes(piece.shape, compat.item_bytes(piece.dtype)) for piece in pieces)
-            if pieces and by_features and all(by_batch):
-                joined.add(equation.outputs[0])
-        return lying_as(self.program, joined)
