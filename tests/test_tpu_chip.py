@@ -10,9 +10,10 @@ from jax import lax
 
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.tpu_chip import MOST_REPACKS, MOST_UNDER_WAY, ChipMemory, Stay
+from remat_opt.compilers.tpu_chip import FREED_BEFORE, MOST_REPACKS, MOST_UNDER_WAY, ChipMemory, Stay
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, bandwidth_of, with_seconds
 from remat_opt.compilers.tpu_loops import with_loops_joined
+from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
@@ -270,3 +271,56 @@ def test_what_gains_the_same_stays_the_same_in_other_orders() -> None:
     factors = tpu._about_one(np.array([3.0, 1.0, 3.0, -np.inf, 1.0]), seed=1)
     assert factors[0] == factors[2] != factors[1] == factors[4]
     assert abs(factors - 1).max() < 5 * tpu.KNOWN_TO
+
+
+def kept_by(function: Callable, *avals: jax.ShapeDtypeStruct, donated: tuple[bool, ...] = ()) -> frozenset[int]:
+    reader = TpuReader(inline(jax.make_jaxpr(function)(*avals), with_barriers=True, keep_names=False), RATES, "tpu")
+    reader.read(donated)
+    return reader.kept_between_steps()
+
+
+def test_an_argument_that_products_alone_read_may_be_on_the_chip_before_the_step() -> None:
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((256, 512), (512, 128), (256, 128))]
+
+    def step(x: jax.Array, weight: jax.Array, target: jax.Array) -> tuple[jax.Array, jax.Array]:
+        held = lax.optimization_barrier(x)
+        error = x @ weight - target
+        return weight - held.T @ error, error
+
+    assert kept_by(step, *avals) == {0}
+    assert kept_by(step, *avals, donated=(True, False, False)) == set()
+    assert kept_by(lambda x, weight, target: x @ weight - target, *avals) == {0, 1}
+    assert kept_by(lambda x, weight, target: (x @ weight - target, x), *avals) == {1}
+
+
+@pytest.mark.parametrize(("read_late", "stays"), [(False, False), (True, True)])
+def test_what_is_there_from_the_beginning_goes_when_it_was_read_early(read_late: bool, stays: bool) -> None:
+    times = [1.0, 1.0, 100 * FREED_BEFORE, 10.0, 90 - 100 * FREED_BEFORE]
+    graph = Graph((), tuple(Op((), (), seconds=1e-9 * time) for time in times), fused=True)
+    chip = tpu.ChipMemory(1000, tpu.Clock(graph, 1000, RATES))
+    stay = chip.stay_from_beginning(600, 3 if read_late else 1)
+    assert (stay.outside_until, stay.ends_inside) == (-1, True)
+    assert chip.takes(0, 500, 0, 0) < 0
+    assert (chip.takes(0, 500, 4, 4) < 0) == stays
+
+
+@pytest.mark.parametrize(
+    ("kept", "sizes", "reader", "is_inside"),
+    [
+        ((), (500, 300), Kind.PRODUCT, True),
+        ((1,), (500, 300), Kind.PRODUCT, True),
+        ((0,), (500, 300), Kind.PRODUCT, False),
+        ((0, 1), (500, 300), Kind.PRODUCT, False),
+        ((0, 1), (500, 300), Kind.BARRIER, False),
+        ((0, 1), (500, 300), Kind.OPAQUE, True),
+        ((0, 1), (5000, 300), Kind.PRODUCT, True),
+        ((0, 1), (5000, 500), Kind.PRODUCT, False),
+    ],
+)
+def test_the_largest_that_has_room_is_on_the_chip_from_the_beginning(
+    kept: tuple[int, ...], sizes: tuple[int, int], reader: Kind, is_inside: bool
+) -> None:
+    ops = (Op((), (2,)), Op((0, 2), (3,), Kind.PRODUCT), Op((0,), (), reader), Op((1, 3), (4,), Kind.PRODUCT))
+    graph = Graph((*sizes, 600, 10, 0), ops, inputs=(0, 1), outputs=(4,), fused=True)
+    found = tpu.on_chip(graph, rates=RATES, capacity=1000, kept=frozenset(kept))
+    assert (found.sizes[2] == 0) == is_inside

@@ -7,13 +7,16 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers.model import compiled
+from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_convolutions import ROUNDED_SLICE, exchanges_operands
+from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
 from remat_opt.program.images import images_of
 from remat_opt.program.inline import Program, inline
+from remat_opt.targets import reports_gaps_twice
+from remat_opt.targets.devices import resolve_target
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
 NUMBERS = ("NHWC", "HWIO", "NHWC")
@@ -190,3 +193,58 @@ def test_convolutions_along_the_lanes_read_and_make_copies(places: int, features
 
     graph = graph_of(along, (8, places, features), (3, features, features))
     assert len(sizes_of(graph, "copy")) == copies
+
+
+def grown(groups: int) -> Callable:
+    """The gradient of what grows in 48 turns, by a convolution in groups and a dense layer."""
+
+    def loss(image: jax.Array, kernel: jax.Array, weight: jax.Array) -> jax.Array:
+        def turn(image: jax.Array, _: None) -> tuple[jax.Array, None]:
+            seen = lax.conv_general_dilated(
+                image, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS, feature_group_count=groups
+            )
+            return image + 0.1 * (jnp.tanh(seen) @ weight), None
+
+        return lax.scan(turn, image, None, length=48)[0].sum()
+
+    return jax.grad(loss, (1, 2))
+
+
+@pytest.mark.parametrize(
+    ("groups", "shapes", "stacks", "compiled_bytes"),
+    [
+        # In 128 lanes the 64 features of two arrays of each turn, and its image in two bytes.
+        (1, ((16, 32, 32, 64), (3, 3, 64, 64), (64, 64)), 48 * 16 * 32 * 32 * 128 * (4 + 4 + 2), 1_006_796_800),
+        # Three features of each come of one: the image, which lies with 64 columns in the lanes, is not rounded.
+        (16, ((8, 64, 64, 16), (3, 3, 1, 48), (48, 16)), 48 * 8 * 64 * 128 * (64 * (4 + 4) + 16 * 4), 2_080_571_392),
+    ],
+)
+def test_images_of_all_turns_lie_one_behind_the_other(
+    groups: int, shapes: tuple[tuple[int, ...], ...], stacks: int, compiled_bytes: int
+) -> None:
+    """With what libtpu 0.0.51 allocates; an older one makes of the second 1,946 MB."""
+    target = resolve_target("v5e")
+    program = program_of(grown(groups), *shapes)
+    graph = compiled(program, Rates(target.bandwidth, target.flops), platform="tpu")
+    foreseen = allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu"))
+    assert foreseen >= stacks
+    assert foreseen == pytest.approx(compiled_bytes, rel=0.001)
+
+
+@pytest.mark.parametrize(
+    ("batch", "features", "result"),
+    [
+        (8, 3, 16 * 64 * 64 * 8 * 128),  # the batch fills the rows of tiles, of which each has one lane filled
+        (10, 3, 16 * 64 * 64 * 128),
+        (4, 3, 16 * 64 * 64 * 128),
+    ],
+)
+def test_what_groups_make_of_one_feature_each(batch: int, features: int, result: int) -> None:
+    def function(image: jax.Array, kernel: jax.Array) -> jax.Array:
+        return lax.conv_general_dilated(
+            image, kernel, (1, 1), "SAME", dimension_numbers=NUMBERS, feature_group_count=16
+        )
+
+    program = program_of(function, (batch, 64, 64, 16 * features), (3, 3, features, 16))
+    sizes = TpuReader(program, RATES, "tpu").read(()).sizes
+    assert 4 * result in sizes[len(program.avals) :]

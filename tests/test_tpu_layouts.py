@@ -181,7 +181,7 @@ def test_what_is_read_in_groups_behind_a_barrier_lies_so_for_a_loop() -> None:
     program = program_of(function, *avals)
     reader = TpuReader(program, RATES, "tpu")
     reader.peak_of_body, reader.seconds_of_body = lambda *_: 0, lambda *_: 0.0
-    reader.bodies = reader.tables = {}
+    reader.bodies = reader.tables = reader.images_of_bodies = {}
     sizes = in_tiles(reader, reader.read(())).sizes
     images = images_of(program)
     first, *_, last = sorted(in_groups(program, images))

@@ -98,6 +98,42 @@ def test_what_lies_between_products() -> None:
     assert not found.keys() & {*program.inputs, *program.outputs}
 
 
+def test_what_scores_are_multiplied_with_lies_between_products_if_that_is_all_it_is_for() -> None:
+    def masked(features: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        features = jnp.tanh(features)
+        kept, seen = jnp.cos(mask), jnp.sin(mask)
+        scores = jnp.tanh(jnp.einsum("bqd,bkd->bqk", features, features)) * kept * seen
+        return jnp.einsum("bqk,bkd->bqd", scores, features) * features, seen, features
+
+    program = program_of(masked, *(jax.ShapeDtypeStruct((64, 24, *end), jnp.float32) for end in ((32,), (24,))))
+    found = lying_between(program, ())
+    made = {equation.primitive.name: equation.outputs[0] for equation in program.equations}
+    assert made["cos"] in found
+    assert made["sin"] not in found  # it is returned
+    features = [value for value, aval in enumerate(program.avals) if aval.shape == (64, 24, 32)]
+    assert not found.keys() & set(features)
+
+
+def convolved(image: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jax.lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def test_features_of_images_that_are_multiplied_with_each_other_lie_as_images() -> None:
+    """64 features in 128 lanes, of which a gradient's two parts are copied (as styles of pictures, Johnson 2016)."""
+
+    def loss(image: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        seen = jax.nn.relu(convolved(image, first))
+        alike = jnp.einsum("bhwc,bhwd->bcd", seen, seen)
+        return jnp.sum(jnp.tanh(alike)) + jnp.sum(jnp.sin(convolved(seen, second)))
+
+    shapes = (8, 128, 128, 3), (3, 3, 3, 64), (3, 3, 64, 32)
+    foreseen, found = foreseen_and_compiled(
+        jax.grad(loss), *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
+    )
+    assert found > 2 * 8 * 128 * 128 * 128 * 4 - 2**20
+    assert foreseen == pytest.approx(found, rel=0.05)
+
+
 @pytest.mark.parametrize(
     ("equation", "left", "right", "kind"),
     [

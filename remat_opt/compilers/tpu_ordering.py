@@ -17,6 +17,8 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.ordering import LOOPS, behind_operands, depth_first, greedy, in_order, runs_before
 
+NEGLIGIBLE = 2048  # bytes: numbers and vectors of one tile, of which XLA's count has others
+
 
 def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: graph) -> tuple[int, ...]:
     """The order in which a TPU's compiler runs a step's kernels.
@@ -38,8 +40,10 @@ def _lower_of(
     graph: Graph, first: tuple[int, ...], second: tuple[int, ...], sharing: Callable[[Graph], Graph]
 ) -> tuple[int, ...]:
     in_first, in_second = in_order(graph, first), in_order(graph, second)
-    shared = peak_of(sharing(in_first)) - peak_of(sharing(in_second))
-    return second if (shared or peak_of(in_first) - peak_of(in_second)) > 0 else first
+    lower = peak_of(sharing(in_first)) - peak_of(sharing(in_second))
+    if abs(lower) <= NEGLIGIBLE:
+        lower = peak_of(in_first) - peak_of(in_second)
+    return second if lower > NEGLIGIBLE else first
 
 
 def with_updates_behind_readers(graph: Graph) -> tuple[Graph, list[int]]:
