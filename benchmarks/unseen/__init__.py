@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.unseen import further, gradients, images, language, lately, latest, newest, others
+from benchmarks.unseen import fresh, further, gradients, images, language, lately, latest, newest, others
 from benchmarks.unseen.step import Unseen
 
 NETWORKS: dict[str, Callable[[], Unseen]] = {
@@ -61,4 +61,10 @@ NETWORKS: dict[str, Callable[[], Unseen]] = {
     "style": newest.style,
     "objects": newest.objects,
     "automaton": newest.automaton,
+    "shuffled": fresh.shuffled,
+    "pixels": fresh.pixels,
+    "modulated": fresh.modulated,
+    "board": fresh.board,
+    "looking_back": fresh.looking_back,
+    "capsules": fresh.capsules,
 }
