@@ -38,6 +38,7 @@ from remat_opt.compilers.tpu_spread import with_spread_in_loops
 from remat_opt.compilers.tpu_tables import with_small_tables
 from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.compilers.tpu_transposes import with_transposes_undone
+from remat_opt.compilers.tpu_updates import with_results_copied
 from remat_opt.compilers.tpu_windows import with_windowed_maxima
 from remat_opt.graph import ordering
 from remat_opt.graph.cost import Rates
@@ -172,7 +173,7 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         fused = join_siblings(fuse_by_cost(unfused, reader.work, reader.rates.bandwidth).graph)
         return beside_reductions(fused, _elements_of(reader, unfused), reader.reductions())
     if isinstance(reader, TpuReader):
-        unfused = with_pads_in_readers(unfused)
+        ops = unfused = with_pads_in_readers(unfused)
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
         unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
         unfused = in_tiles(reader, with_pieces_beside(unfused, elements), narrow=False)
@@ -180,7 +181,7 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         numbers = frozenset(value for value, count in enumerate(elements) if count == 1)
         fused = with_small_tables(with_widened_beside(fused), reader.accumulated(), numbers, tpu.PAGE)
         fused = with_loops_joined(fused, reader.shapes_of_loops(), elements, reader.accumulated())
-        return in_tiles(reader, with_work_beside(fused, elements))
+        return with_results_copied(in_tiles(reader, with_work_beside(fused, elements)), ops)
     return fuse(unfused, by_kernels=True).graph
 
 
