@@ -103,6 +103,7 @@ _UNSEEN = (
     *("grouped", "quantised", "gradient_penalty", "differential_equation", "private", "sharpness_aware"),
     *("long_convolution", "mixing", "triangles", "orthogonalised", "equilibrium", "dreaming"),
     *("style", "objects", "automaton"),
+    *("shuffled", "pixels", "modulated", "board", "looking_back", "capsules"),
 )
 _NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (
