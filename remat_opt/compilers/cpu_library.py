@@ -184,12 +184,13 @@ class _Regions:
         avals = [*self.avals_of(equation.inputs), *self.avals_of(equation.outputs)]
         if not all(jnp.issubdtype(aval.dtype, jnp.floating) for aval in avals):
             return False
-        if equation.primitive is P.dot_general_p:
+        is_product = equation.primitive is P.dot_general_p
+        if is_product and op.kind is not Kind.ELEMENTWISE:
             return _is_plain_product(equation, self.program, avals)
         if equation.primitive in _OF_ANY_SIZE:
             return True
         pays = max(aval.size for aval in avals) >= FEWEST_ELEMENTS
-        return pays and (equation.primitive in _ARITHMETIC or _reduces(equation))
+        return pays and (is_product or equation.primitive in _ARITHMETIC or _reduces(equation))
 
     def avals_of(self, values: Iterable[int | Constant]) -> list[Any]:
         return [self.program.aval_of(x) for x in values]

@@ -9,7 +9,7 @@ from typing import Any
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.cpu_library import by_library
-from remat_opt.compilers.equations import is_dear, is_half, product_copies, product_orders
+from remat_opt.compilers.equations import is_dear, is_half, product_copies, product_orders, sums_nothing
 from remat_opt.compilers.reader import VIEW, Reader
 from remat_opt.graph.build import bytes_of, cpu_conv_copies
 from remat_opt.graph.graph import Kind, Op
@@ -69,6 +69,8 @@ class CpuReader(Reader):
         if equation.primitive is P.concatenate_p:
             kind = Kind.OPAQUE if self.is_copied_together(equation) else op.kind
             return [op.but(kind=kind, workspace=0)]
+        if sums_nothing(equation, self.program):  # broadcasts, multiplied (`AlgebraicSimplifierVisitor::HandleDot`)
+            return [op.but(kind=Kind.ELEMENTWISE, name=P.mul_p.name)]
         if equation.primitive in CONTRACTION:
             return self.by_library(equation, op)
         if equation.primitive is P.select_and_scatter_add_p:

@@ -61,6 +61,15 @@ def multiplies_only(equation: Equation, value: int) -> bool:
     )
 
 
+def sums_nothing(equation: Equation, program: Program) -> bool:
+    """Whether an equation is a product that sums over no dimension of more than one number."""
+    if equation.primitive is not P.dot_general_p:
+        return False
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    shape = program.aval_of(equation.inputs[0]).shape
+    return all(shape[at] == 1 for at in contracted)
+
+
 def features_of_groups(params: dict[str, Any], shapes: Sequence[Sequence[int]]) -> tuple[int, tuple[int, ...]]:
     """A convolution's groups, and how many features of each group its images have. Of a gradient of weights these are
     both operands: what it sums over are the images, and their features are what it takes for these.

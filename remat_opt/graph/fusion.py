@@ -245,15 +245,22 @@ def fuse(
         graph: what `Fusion` is made of.
         with_sums: rule 4 holds, too.
         by_kernels: rule 3 counts ops that read a value and are parts of one kernel once.
-        cut_from_buffers: a slice that is stored is computed in no kernel with what it is cut from.
+        cut_from_buffers: a slice that is stored is computed in no kernel with what it is cut from, and none is where
+            anything else reads that, too.
         copied: as of `merge`; of these, those that are stored.
     """
     sums: set[int] = set()
     stored = _stored(graph, sums if with_sums else None, by_kernels)
     for op in reversed(graph.ops) if cut_from_buffers else ():
-        if op.name == "slice" and any(stored[value] for value in op.outputs):
+        if op.name == "slice" and (any(stored[value] for value in op.outputs) or _is_one_of_several(graph, op)):
             stored[op.inputs[0]] = True
     return merge(graph, stored, frozenset(value for value in copied if stored[value]), frozenset(sums))
+
+
+def _is_one_of_several(graph: Graph, op: Op) -> bool:
+    """Whether an op's first operand has other readers, too, as far as anybody reads what they make."""
+    is_read = [any(graph.users[value] for value in graph.ops[user].outputs) for user in graph.users[op.inputs[0]]]
+    return sum(is_read) > 1 and any(graph.users[value] for value in op.outputs)
 
 
 def kernels_of(graph: Graph, stored: Sequence[bool]) -> list[frozenset[int]]:
