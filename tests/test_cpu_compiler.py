@@ -252,3 +252,22 @@ def test_the_plain_step_needs_what_is_foreseen(step: Callable, args: tuple, dona
     flat = lambda *leaves: jax.tree.leaves(step(*jax.tree.unflatten(tree, leaves)))  # noqa: E731
     figures = measure_flat(flat, leaves, donated=tuple(range(count)) if donated else (), target="cpu")
     assert foreseen == pytest.approx(figures.temp_bytes, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("equation", "left", "right"),
+    [
+        ("bco,bpc->bpco", (64, 10, 16), (64, 576, 10)),
+        ("i,j->ij", (4096,), (4096,)),
+        ("bik,bkj->bij", (64, 300, 1), (64, 1, 400)),
+    ],
+)
+def test_a_product_that_sums_nothing_is_a_multiplication(equation: str, left: tuple, right: tuple) -> None:
+    def function(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.einsum(equation, left, right)) + jnp.einsum(equation, jnp.sin(left), right)
+
+    avals = [array(*shape) for shape in (left, right)]
+    foreseen = allocated_by(graph_of(function, *avals), "cpu")
+    found = measure_flat(lambda *args: [function(*args)], avals, target="cpu").temp_bytes
+    assert foreseen == pytest.approx(found, abs=2**16)
+    assert found < jax.eval_shape(function, *avals).size  # far less than an array of the result's shape

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax import lax
 
-from remat_opt.compilers.model import compiled
+from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu import on_chip
 from remat_opt.compilers.tpu_clock import Clock
 from remat_opt.compilers.tpu_cuts import with_cuts_put_off
@@ -16,6 +16,9 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program.inline import inline
+from remat_opt.targets import reports_gaps_twice
+from remat_opt.targets.compile import measure_flat
+from remat_opt.targets.devices import resolve_target
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
 MIB = 2**20
@@ -106,6 +109,48 @@ def test_a_slice_that_is_stored_is_cut_of_what_is_stored() -> None:
     graph = Graph((8, 8, 4, 4), ops, inputs=(0,), outputs=(3,))
     assert [op.outputs for op in fuse(graph).graph.ops] == [(2,), (3,)]
     assert [op.outputs for op in fuse(graph, cut_from_buffers=True).graph.ops] == [(1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize(
+    ("others", "stored"),
+    [
+        ((), False),  # the one slice is made in its reader, and so is what it is cut of
+        ((Op((1,), (4,), kind=Kind.OPAQUE),), True),
+        ((Op((1,), (4,), kind=Kind.ELEMENTWISE, name="slice"), Op((4,), (5,), kind=Kind.OPAQUE)), True),
+        ((Op((1,), (4,), kind=Kind.ELEMENTWISE, name="slice"),), False),  # of which nobody reads anything
+    ],
+)
+def test_what_is_cut_is_stored_if_others_read_it_too(others: tuple[Op, ...], stored: bool) -> None:
+    ops = (
+        Op((0,), (1,), kind=Kind.ELEMENTWISE, name="exp"),
+        Op((1,), (2,), kind=Kind.ELEMENTWISE, name="slice"),
+        *others,
+        Op((*(value for op in others for value in op.outputs if op.kind is Kind.OPAQUE), 2), (3,), kind=Kind.PRODUCT),
+        Op((3,), (6,), kind=Kind.OPAQUE),
+    )
+    graph = Graph((8, 8, 4, 4, 4, 4, 4), ops, inputs=(0,), outputs=(6,))
+    made = [value for op in fuse(graph, cut_from_buffers=True).graph.ops for value in op.outputs]
+    assert (1 in made) == stored
+
+
+def test_gates_are_cut_of_a_product_that_is_kept_without_its_bias() -> None:
+    """Kept is the product, and its sum with the bias is stored beside it, as two slices are read of that."""
+
+    def gated(x: jax.Array, weight: jax.Array, bias: jax.Array, last: jax.Array) -> jax.Array:
+        made = x @ weight
+        signal, gate = jnp.split(made + bias, 2, -1)
+        result = (jnp.tanh(signal) * jnp.sin(gate)) @ last
+        kept, result = lax.optimization_barrier((made, result))
+        return (jnp.tanh(kept + bias) * result.sum()).sum()
+
+    shapes = (65536, 512), (512, 1024), (1024,), (512, 512)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    target = resolve_target("v5e")
+    program = inline(jax.make_jaxpr(gated)(*avals), with_barriers=True, keep_names=False)
+    graph = compiled(program, Rates(target.bandwidth, target.flops), platform="tpu")
+    found = measure_flat(lambda *args: [gated(*args)], avals, target="v5e").temp_bytes
+    assert found > 2 * 65536 * 1024 * 4
+    assert allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu")) == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize(("axis", "stored"), [(1, 2), (3, 0)])
