@@ -372,3 +372,29 @@ def test_threefrys_bits_are_made_where_they_are_read() -> None:
     assert 0 <= beyond <= 1.1 * 4096 * 1024  # that of one layer is stored, at most
     stored = graph_of(lambda *given: dropped_out(*given, implementation="rbg"), *avals)
     assert ("random_bits", 4 * 4096 * 1024) in made(stored)
+
+
+@pytest.mark.parametrize(
+    ("size", "window", "padding"), [(20, 9, "VALID"), (8, 5, "SAME"), (6, 7, "SAME"), (5, 3, "VALID")]
+)
+def test_a_gradient_of_an_image_smaller_than_its_window_exchanges_the_operands(
+    size: int, window: int, padding: str
+) -> None:
+    """The kernel is the image then, padded in memory, and the result has batch and features the other way round."""
+    made = -(-size // 2) if padding == "SAME" else (size - window) // 2 + 1
+
+    def function(image: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> jax.Array:
+        def convolved(image: jax.Array) -> jax.Array:
+            numbers = ("NHWC", "HWIO", "NHWC")
+            return jax.lax.conv_general_dilated(image, kernel, (2, 2), padding, dimension_numbers=numbers)
+
+        return jnp.tanh(jax.vjp(convolved, jnp.sin(image))[1](jnp.cos(cotangent))[0]).sum((1, 2))
+
+    shapes = (64, size, size, 128), (window, window, 128, 64), (64, made, made, 64)
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    target = resolve_target("h200")
+    program = inline(jax.make_jaxpr(function)(*avals), with_barriers=True, keep_names=False)
+    graph = compiled(program, Rates(target.bandwidth, target.flops), platform=target.platform)
+    foreseen = allocated_by(graph, target.platform, gaps_twice=reports_gaps_twice(target.platform))
+    found = measure_flat(lambda *args: [function(*args)], avals, target="h200").temp_bytes
+    assert foreseen == pytest.approx(found, rel=0.02)

@@ -71,6 +71,12 @@ class ConvolutionReader(Reader):
             op = op.but(inputs=tuple(self.copies[key] if x == buffer else x for x in op.inputs))
         (result,) = op.outputs
         aval = self.program.avals[result]
+        if written.is_turned:
+            turned = self.new(self.sizes[result])
+            last = tuple(range(len(aval.shape)))
+            self.work[result] = copy_of(aval, (last[-1], *last[1:-1], last[0]), last)
+            back = Op((turned,), (result,), kind=Kind.ELEMENTWISE, name="transpose", of_views=True)
+            return [*ops, op.but(outputs=(turned,)), back]
         if written.elements == aval.size:
             return [*ops, op]
         whole = self.new(written.elements * compat.item_bytes(aval.dtype))

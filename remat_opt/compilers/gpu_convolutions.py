@@ -22,11 +22,13 @@ class Written(NamedTuple):
         image: how its first operand is padded and dilated in memory; None where it is read as it is.
         kernel: the same of its second operand.
         elements: of its result as the library writes it.
+        is_turned: whether that has batch and features the other way round.
     """
 
     image: Sides | None
     kernel: Sides | None
     elements: int
+    is_turned: bool = False
 
 
 def written_for(equation: Equation, program: Program, *, is_reversed: bool) -> Written:
@@ -46,7 +48,8 @@ def written_for(equation: Equation, program: Program, *, is_reversed: bool) -> W
     dilations, padding = params["lhs_dilation"], params["padding"]
     elements = math.prod(result)
     if max(dilations, default=1) > 1:
-        if is_reversed:
+        change_places = math.prod(windows) > math.prod(sizes)  # with batch and features, before gradients are known
+        if is_reversed and not change_places:
             apart = params["rhs_dilation"]
             given = zip(made, windows, apart, sizes, dilations, padding, strict=True)
             more = [
@@ -55,12 +58,12 @@ def written_for(equation: Equation, program: Program, *, is_reversed: bool) -> W
             ]
             grown = math.prod(size + extra for size, extra in zip(made, more, strict=True))
             return Written(None, None, elements // max(math.prod(made), 1) * grown)
-        if math.prod(windows) > math.prod(sizes):  # they change places, and batch and features with them
+        if change_places:
             spans = [_span(size, dilation) for size, dilation in zip(sizes, dilations, strict=True)]
             around = zip(spans, windows, padding, strict=True)
             sides = tuple((span - window + low, span - window + high, 1) for span, window, (low, high) in around)
             dilated = tuple((0, 0, dilation if _is_uneven(sides) else 1) for dilation in dilations)
-            return Written(dilated, sides if _is_uneven(sides) else tuple((0, 0, 1) for _ in sides), elements)
+            return Written(dilated, sides if _is_uneven(sides) else tuple((0, 0, 1) for _ in sides), elements, True)
         sides = tuple((low, high, dilation) for (low, high), dilation in zip(padding, dilations, strict=True))
         return Written(None if max(windows) == 1 else sides, None, elements)
     if math.prod(made) < math.prod(windows):  # the gradient by the kernel
