@@ -17,7 +17,8 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.program.inline import inline
-from remat_opt.targets import measure_flat
+from remat_opt.targets import measure_flat, reports_gaps_twice
+from remat_opt.targets.devices import resolve_target
 
 RATES = Rates(bandwidth=4.8e12, flops={"float32": 1e14})
 MB = 10**6
@@ -390,7 +391,7 @@ def test_a_gradient_of_an_image_smaller_than_its_window_exchanges_the_operands(
 
         return jnp.tanh(jax.vjp(convolved, jnp.sin(image))[1](jnp.cos(cotangent))[0]).sum((1, 2))
 
-    shapes = (64, size, size, 128), (window, window, 128, 64), (64, made, made, 64)
+    shapes = (256, size, size, 128), (window, window, 128, 128), (256, made, made, 128)
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
     target = resolve_target("h200")
     program = inline(jax.make_jaxpr(function)(*avals), with_barriers=True, keep_names=False)

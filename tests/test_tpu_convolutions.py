@@ -248,3 +248,21 @@ def test_what_groups_make_of_one_feature_each(batch: int, features: int, result:
     program = program_of(function, (batch, 64, 64, 16 * features), (3, 3, features, 16))
     sizes = TpuReader(program, RATES, "tpu").read(()).sizes
     assert 4 * result in sizes[len(program.avals) :]
+
+
+@pytest.mark.parametrize(
+    ("method", "is_scaled", "copies"), [("linear", True, 1), ("linear", False, 0), ("nearest", True, 0)]
+)
+def test_what_is_made_of_a_resized_image_is_copied_for_convolutions(method: str, is_scaled: bool, copies: int) -> None:
+    """Resized linearly an image comes from a product with its columns last (as `bf16[32,128,128,64]{3,0,2,1}` beside
+    `f32[128,32,64,128]{3,0,2,1}` in a dump); by nearest neighbours it is gathered as it lies."""
+
+    def loss(kernel: jax.Array, scale: jax.Array, image: jax.Array, first: jax.Array) -> jax.Array:
+        batch, height, width, features = image.shape
+        large = jax.image.resize(convolve(image, first), (batch, 2 * height, 2 * width, features), method)
+        large = large * scale[:, None, None, :] if is_scaled else large
+        return jnp.sum(jnp.tanh(convolve(large, kernel))) + jnp.sum(scale)
+
+    shapes = (3, 3, 64, 64), (32, 64), (32, 64, 64, 64), (3, 3, 64, 64)
+    graph = graph_of(jax.grad(loss, (0, 1)), *shapes)
+    assert sizes_of(graph, "copy").count(2 * 32 * 128 * 128 * 128) == copies

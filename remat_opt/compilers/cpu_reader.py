@@ -131,7 +131,14 @@ class CpuReader(Reader):
         """Whether a product's operand is an array of more than two dimensions that loops compute, which they do as the
         matrix that the product reads, beside the array as others read it."""
         maker = self.producer.get(operand)
-        is_loop = maker is not None and maker.primitive in ELEMENTWISE and maker.primitive not in MOVES
+        if maker is not None and maker.primitive is P.transpose_p and isinstance(maker.inputs[0], int):
+            turned = self.producer.get(
+                maker.inputs[0]
+            )  # of products that sum nothing, which have their dimensions last
+            maker = turned if turned is not None and sums_nothing(turned, self.program) else maker
+        is_loop = maker is not None and (
+            (maker.primitive in ELEMENTWISE and maker.primitive not in MOVES) or sums_nothing(maker, self.program)
+        )
         return is_loop and len(self.program.avals[operand].shape) > 2
 
     def is_made_a_matrix(self, equation: Equation, operand: int) -> bool:

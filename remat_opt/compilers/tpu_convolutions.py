@@ -25,6 +25,7 @@ from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import LANES, SUBLANES, bytes_with_features_or_batch_in_lanes, lies_otherwise, padded_bytes
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.program.primitives import ELEMENTWISE
 
 if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
@@ -43,6 +44,9 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     instead: dict[int, int] = {}
     for x in reader.variables(equation):
         given, aval = reader.buffer(x), reader.program.avals[x]
+        if x in reader.images and _is_of_product(reader, x):
+            instead[given] = _rounded(reader, copies, x)
+            continue
         if given not in reader.program.inputs or len(aval.shape) < 4 or aval.shape[0] <= MOST_IMAGES:
             continue
         if aval.shape != reader.program.avals[given].shape or not lies_otherwise(aval.shape, aval.dtype.itemsize):
@@ -55,6 +59,34 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
             read = (_copy(reader, copies, filters, ROUNDED_SLICE, reader.behind(reader.variables(cut))),)
         instead[reader.buffer(filters)] = _copy(reader, copies, filters, "rev", read)
     return [*copies, dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))]
+
+
+def _is_of_product(reader: TpuReader, image: int) -> bool:
+    """Whether elementwise work makes an image of what a product makes with other dimensions last than features, and
+    others read that, too."""
+    made = reader.producer.get(image)
+    while made is not None and made.primitive in ELEMENTWISE and made.primitive is not P.transpose_p:
+        whole = [x for x in made.inputs if isinstance(x, int) and x in reader.images]
+        if len(whole) != 1:
+            return False
+        made = reader.producer.get(whole[0])
+    if made is None or made.primitive is not P.transpose_p or made.outputs[0] == image:
+        return False
+    product = reader.producer.get(made.inputs[0]) if isinstance(made.inputs[0], int) else None
+    is_turned = made.params["permutation"][-1] != len(made.params["permutation"]) - 1
+    return product is not None and product.primitive is P.dot_general_p and is_turned
+
+
+def _rounded(reader: TpuReader, copies: list[Op], image: int) -> int:
+    """An image's copy in two bytes, as convolutions have it."""
+    read = reader.behind([image])
+    key = ("rounded", image, *read)
+    if key not in reader.copies:
+        aval = reader.program.avals[image]
+        size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
+        reader.copies[key] = reader.new(size)
+        copies.append(Op(read, (reader.copies[key],), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
+    return reader.copies[key]
 
 
 def _is_along_lanes(equation: Equation, program: Program) -> bool:
