@@ -11,8 +11,10 @@ from remat_opt.compilers.tpu_masks import MASK, UNPACK
 from remat_opt.graph.fusion import held_by, there_from
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.ordering import behind_operands
+from remat_opt.program.images import POOLS
 
 MOST_STEPS = 64  # of elementwise work on one result
+_OF_IMAGES = frozenset({P.conv_general_dilated_p.name, *(pool.name for pool in POOLS)})
 
 
 def with_results_computed(graph: Graph, elements: Sequence[int]) -> Graph:
@@ -98,7 +100,33 @@ def _steps_after(
         is_stored_so = list(waiting) == [made] and elements[made] == elements[result] and not is_widened(graph, op)
         if not waiting or is_stored_so:
             found = len(steps)
-    return steps[:found]
+    return _left_to_reader(graph, outputs, elements, product, steps[:found])
+
+
+def _left_to_reader(
+    graph: Graph, outputs: Container[int], elements: Sequence[int], product: int, steps: list[int]
+) -> list[int]:
+    """The steps behind a convolution that it does itself if another convolution or a pool alone reads what comes of
+    them: up to the first result that several read, or step that reads another array of as many elements. The other one
+    does the rest on its operand."""
+    if not steps or graph.ops[product].name != P.conv_general_dilated_p.name:
+        return steps
+    (result,), (last,) = graph.ops[product].outputs, graph.ops[steps[-1]].outputs
+    while last not in outputs and len(graph.users[last]) == 1:
+        reader = graph.ops[graph.users[last][0]]
+        if reader.kind is not Kind.ELEMENTWISE or len(reader.outputs) != 1:
+            break
+        (last,) = reader.outputs
+    users = graph.users[last]
+    if last in outputs or len(users) != 1 or graph.ops[users[0]].name not in _OF_IMAGES:
+        return steps
+    made = result
+    for at, step in enumerate(steps):
+        others = [value for value in graph.ops[step].inputs if value != made]
+        if len(graph.users[made]) > 1 or any(elements[value] == elements[result] for value in others):
+            return steps[:at]
+        (made,) = graph.ops[step].outputs
+    return steps
 
 
 def _may_read(graph: Graph, there: Sequence[int], product: int, steps: Container[int], values: Sequence[int]) -> bool:

@@ -1,0 +1,80 @@
+"""Elementwise work between a TPU's convolutions: the first does it on its result, or the second on its operand."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.graph.cost import Rates
+from remat_opt.program.inline import inline
+from remat_opt.targets import reports_gaps_twice
+from remat_opt.targets.compile import measure_flat
+from remat_opt.targets.devices import resolve_target
+
+IMAGES, FEATURES = (64, 64, 64, 64), 64
+FOUR_BYTES = 64 * 64 * 64 * 128 * 4  # of an image, whose features lie in 128 lanes
+SHAPES = IMAGES, (3, 3, FEATURES, FEATURES), (1, 1, FEATURES, FEATURES), (FEATURES,), (3, 3, FEATURES, 32)
+
+
+def convolved(image: jax.Array, kernel: jax.Array) -> jax.Array:
+    return lax.conv_general_dilated(image, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+
+
+def leaky(x: jax.Array) -> jax.Array:
+    return jnp.where(x >= 0, x, 0.2 * x)
+
+
+def pooled(x: jax.Array, which: Callable, first: float) -> jax.Array:
+    return lax.reduce_window(x, first, which, (1, 2, 2, 1), (1, 2, 2, 1), "VALID")
+
+
+@pytest.mark.parametrize(
+    ("function", "stored"),
+    [
+        pytest.param(lambda x, w, v, b, u: convolved(convolved(x, w) + jnp.sin(x), u), 1, id="with another image"),
+        pytest.param(lambda x, w, v, b, u: convolved(convolved(x, w) + convolved(x, v), u), 2, id="of two"),
+        pytest.param(lambda x, w, v, b, u: convolved(leaky(convolved(x, w) + b), u), 1, id="read by several"),
+        pytest.param(
+            lambda x, w, v, b, u: pooled(convolved(x, w) + convolved(x, v), lax.add, 0.0), 2, id="of two for a pool"
+        ),
+        pytest.param(
+            lambda x, w, v, b, u: convolved(pooled(jnp.maximum(convolved(x, w) + b, 0.0), lax.max, -jnp.inf), u),
+            0,  # half of it, which is on the chip
+            id="two bytes for a pool",
+        ),
+    ],
+)
+def test_the_second_convolution_does_what_needs_more_than_one_result(function: Callable, stored: int) -> None:
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
+    target = resolve_target("v5e")
+    program = inline(jax.make_jaxpr(function)(*avals), with_barriers=True, keep_names=False)
+    graph = compiled(program, Rates(target.bandwidth, target.flops), platform="tpu")
+    foreseen = allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu"))
+    found = measure_flat(lambda *args: [function(*args)], avals, target="v5e").temp_bytes
+    assert found == pytest.approx(stored * FOUR_BYTES, abs=2**20)
+    assert foreseen == pytest.approx(found, abs=2**20)
+
+
+@pytest.mark.parametrize(("work", "readers", "rounded"), [(jnp.tanh, 1, True), (leaky, 1, False), (leaky, 2, True)])
+def test_the_first_convolution_stores_two_bytes_of_what_it_does_to_the_end(
+    work: Callable, readers: int, rounded: bool
+) -> None:
+    def step(x: jax.Array, w: jax.Array, v: jax.Array, b: jax.Array, u: jax.Array) -> list[jax.Array]:
+        seen = work(convolved(x, w) + b)
+        return [convolved(seen, at * u) for at in range(1, 1 + readers)]
+
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
+    program = inline(jax.make_jaxpr(step)(*avals), with_barriers=True, keep_names=False)
+    graph = compiled(program, Rates(1e9, {"float32": 1e16}), platform="tpu")
+    first, *others = [op for op in graph.ops if op.name == "conv_general_dilated"]
+    assert len(first.inputs) == 3  # with the bias
+    assert all(first.outputs[0] in op.inputs for op in others)
+    assert first.seconds == pytest.approx(sum_of_bytes(rounded) / 1e9, rel=0.2)
+
+
+def sum_of_bytes(rounded: bool) -> int:
+    """What the first convolution reads and writes."""
+    return FOUR_BYTES + FOUR_BYTES // (1 + rounded)
