@@ -18,7 +18,7 @@ from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
 from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, named
 
-_CHOOSING = named("abs clamp max min select_n reduce_window_max")  # their results are elements of their operands
+_CHOOSING = named("abs clamp max min select_n")  # their results are elements of their operands
 
 
 def stored_in_two_bytes(program: Program, constants: Sequence[int] = ()) -> frozenset[int]:
