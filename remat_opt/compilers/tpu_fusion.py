@@ -109,7 +109,8 @@ def _left_to_reader(
     """The steps behind a convolution that it does itself if another convolution or a pool alone reads what comes of
     them: up to the first result that several read, or step that reads another array of as many elements. The other one
     does the rest on its operand."""
-    if not steps or graph.ops[product].name != P.conv_general_dilated_p.name:
+    has_mask = any(graph.ops[step].name == MASK for step in steps)  # which is written beside what it is of
+    if not steps or has_mask or graph.ops[product].name != P.conv_general_dilated_p.name:
         return steps
     (result,), (last,) = graph.ops[product].outputs, graph.ops[steps[-1]].outputs
     while last not in outputs and len(graph.users[last]) == 1:

@@ -38,7 +38,7 @@ def with_results_copied(kernels: Graph, ops: Graph) -> Graph:
     for at, kernel in enumerate(kernels.ops):
         instead = copied.get(at, {})
         found.append(kernel.but(outputs=tuple(instead.get(x, x) for x in kernel.outputs)) if instead else kernel)
-        found += [Op((made,), (output,), name="copy") for output, made in instead.items()]
+        found += [Op((made,), (output,), name="copied back") for output, made in instead.items()]
     return dataclasses.replace(kernels, sizes=tuple(sizes), ops=tuple(found))
 
 
