@@ -6,6 +6,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from foreseen import foreseen_and_compiled
 from jax import lax
 from test_gpu_siblings import normalised
 
@@ -17,8 +18,7 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.program.inline import inline
-from remat_opt.targets import measure_flat, reports_gaps_twice
-from remat_opt.targets.devices import resolve_target
+from remat_opt.targets import measure_flat
 
 RATES = Rates(bandwidth=4.8e12, flops={"float32": 1e14})
 MB = 10**6
@@ -393,9 +393,5 @@ def test_a_gradient_of_an_image_smaller_than_its_window_exchanges_the_operands(
 
     shapes = (256, size, size, 128), (window, window, 128, 128), (256, made, made, 128)
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    target = resolve_target("h200")
-    program = inline(jax.make_jaxpr(function)(*avals), with_barriers=True, keep_names=False)
-    graph = compiled(program, Rates(target.bandwidth, target.flops), platform=target.platform)
-    foreseen = allocated_by(graph, target.platform, gaps_twice=reports_gaps_twice(target.platform))
-    found = measure_flat(lambda *args: [function(*args)], avals, target="h200").temp_bytes
+    foreseen, found = foreseen_and_compiled(function, *avals, target="h200")
     assert foreseen == pytest.approx(found, rel=0.02)

@@ -6,18 +6,17 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from foreseen import foreseen_and_compiled
 from jax import lax
 
 from remat_opt.compilers import tpu
-from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.model import compiled
 from remat_opt.compilers.tpu_indexing import SCATTERED, seconds_by_index
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.program.inline import Program, inline
-from remat_opt.targets.compile import measure_flat
-from remat_opt.targets.devices import resolve_target
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
 MIB = 2**20
@@ -292,13 +291,6 @@ def test_what_a_barrier_reads_padded_others_pad_themselves() -> None:
     (pad,) = (op for op in graph.ops if op.name == "pad")
     assert not set(pad.outputs) & set(product.inputs)
     assert set(pad.inputs) & set(product.inputs)
-
-
-def foreseen_and_compiled(fun: Callable, *avals: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Temporary bytes on a v5e, by the model and by its compiler."""
-    target = resolve_target("v5e")
-    graph = compiled(program_of(fun, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
-    return allocated_by(graph, "tpu"), measure_flat(lambda *args: [fun(*args)], avals, target="v5e").temp_bytes
 
 
 def waiting_for(read: Callable) -> Callable:

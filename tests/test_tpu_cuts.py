@@ -6,9 +6,10 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 import pytest
+from foreseen import foreseen_and_compiled
 from jax import lax
 
-from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.model import compiled
 from remat_opt.compilers.tpu import on_chip
 from remat_opt.compilers.tpu_clock import Clock
 from remat_opt.compilers.tpu_cuts import with_cuts_put_off
@@ -16,9 +17,6 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.program.inline import inline
-from remat_opt.targets import reports_gaps_twice
-from remat_opt.targets.compile import measure_flat
-from remat_opt.targets.devices import resolve_target
 
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
 MIB = 2**20
@@ -145,12 +143,9 @@ def test_gates_are_cut_of_a_product_that_is_kept_without_its_bias() -> None:
 
     shapes = (65536, 512), (512, 1024), (1024,), (512, 512)
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    target = resolve_target("v5e")
-    program = inline(jax.make_jaxpr(gated)(*avals), with_barriers=True, keep_names=False)
-    graph = compiled(program, Rates(target.bandwidth, target.flops), platform="tpu")
-    found = measure_flat(lambda *args: [gated(*args)], avals, target="v5e").temp_bytes
+    foreseen, found = foreseen_and_compiled(gated, *avals)
     assert found > 2 * 65536 * 1024 * 4
-    assert allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu")) == pytest.approx(found, rel=0.05)
+    assert foreseen == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize(("axis", "stored"), [(1, 2), (3, 0)])

@@ -5,14 +5,12 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from foreseen import foreseen_and_compiled
 from jax import lax
 
-from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.model import compiled
 from remat_opt.graph.cost import Rates
 from remat_opt.program.inline import inline
-from remat_opt.targets import reports_gaps_twice
-from remat_opt.targets.compile import measure_flat
-from remat_opt.targets.devices import resolve_target
 
 IMAGES, FEATURES = (64, 64, 64, 64), 64
 FOUR_BYTES = 64 * 64 * 64 * 128 * 4  # of an image, whose features lie in 128 lanes
@@ -42,11 +40,7 @@ def pooled(x: jax.Array) -> jax.Array:
 )
 def test_the_second_convolution_does_what_needs_more_than_one_result(function: Callable, stored: int) -> None:
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in SHAPES]
-    target = resolve_target("v5e")
-    program = inline(jax.make_jaxpr(function)(*avals), with_barriers=True, keep_names=False)
-    graph = compiled(program, Rates(target.bandwidth, target.flops), platform="tpu")
-    foreseen = allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu"))
-    found = measure_flat(lambda *args: [function(*args)], avals, target="v5e").temp_bytes
+    foreseen, found = foreseen_and_compiled(function, *avals)
     assert found == pytest.approx(stored * FOUR_BYTES, abs=2**20)
     assert foreseen == pytest.approx(found, abs=2**20)
 

@@ -5,29 +5,19 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from foreseen import foreseen_and_compiled
 
-from remat_opt.compilers.model import allocated_by, compiled
+from remat_opt.compilers.model import compiled
 from remat_opt.compilers.tpu_products import arithmetic_of, complex_for_products, lying_between
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.program.inline import Program, inline
-from remat_opt.targets import reports_gaps_twice
-from remat_opt.targets.compile import measure_flat
-from remat_opt.targets.devices import resolve_target
 
 
 def program_of(fun: Callable, *avals: jax.ShapeDtypeStruct) -> Program:
     return inline(jax.make_jaxpr(fun)(*avals), with_barriers=True, keep_names=False)
-
-
-def foreseen_and_compiled(fun: Callable, *avals: jax.ShapeDtypeStruct) -> tuple[int, int]:
-    """Temporary bytes on a v5e, by the model and by its compiler."""
-    target = resolve_target("v5e")
-    graph = compiled(program_of(fun, *avals), Rates(target.bandwidth, target.flops), platform="tpu")
-    foreseen = allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu"))
-    return foreseen, measure_flat(lambda *args: [fun(*args)], avals, target="v5e").temp_bytes
 
 
 def attention(queries: jax.Array, keys: jax.Array, values: jax.Array) -> jax.Array:

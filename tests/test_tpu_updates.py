@@ -5,14 +5,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import pytest
+from foreseen import foreseen_and_compiled
 from jax import lax
-
-from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.graph.cost import Rates
-from remat_opt.program.inline import inline
-from remat_opt.targets import reports_gaps_twice
-from remat_opt.targets.compile import measure_flat
-from remat_opt.targets.devices import resolve_target
 
 WIDE = jax.ShapeDtypeStruct((8192, 8192), jnp.float32)
 
@@ -35,11 +29,6 @@ def in_turns(turn: Callable[[jax.Array], jax.Array], carry: jax.Array) -> jax.Ar
     ],
 )
 def test_no_product_is_written_over_its_operand(function: Callable, donated: tuple[int, ...], arrays: int) -> None:
-    target = resolve_target("v5e")
-    program = inline(jax.make_jaxpr(function)(WIDE, WIDE), with_barriers=True, keep_names=False)
-    rates = Rates(target.bandwidth, target.flops)
-    graph = compiled(program, rates, tuple(at in donated for at in range(2)), platform="tpu")
-    foreseen = allocated_by(graph, "tpu", gaps_twice=reports_gaps_twice("tpu"))
-    found = measure_flat(lambda *args: [function(*args)], [WIDE, WIDE], donated=donated, target="v5e").temp_bytes
+    foreseen, found = foreseen_and_compiled(function, WIDE, WIDE, donated=donated)
     assert found == pytest.approx(arrays * WIDE.size * 2, abs=2**20)
     assert foreseen == pytest.approx(found, abs=2**20)

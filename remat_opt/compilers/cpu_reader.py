@@ -131,15 +131,14 @@ class CpuReader(Reader):
         """Whether a product's operand is an array of more than two dimensions that loops compute, which they do as the
         matrix that the product reads, beside the array as others read it."""
         maker = self.producer.get(operand)
-        if maker is not None and maker.primitive is P.transpose_p and isinstance(maker.inputs[0], int):
-            turned = self.producer.get(
-                maker.inputs[0]
-            )  # of products that sum nothing, which have their dimensions last
-            maker = turned if turned is not None and sums_nothing(turned, self.program) else maker
-        is_loop = maker is not None and (
-            (maker.primitive in ELEMENTWISE and maker.primitive not in MOVES) or sums_nothing(maker, self.program)
-        )
-        return is_loop and len(self.program.avals[operand].shape) > 2
+        if maker is None or len(self.program.avals[operand].shape) <= 2:
+            return False
+        if maker.primitive in ELEMENTWISE and maker.primitive not in MOVES:
+            return True
+        # What multiplies without a sum has its own dimensions last, and is turned to those that were asked for.
+        given = maker.inputs[0] if maker.primitive is P.transpose_p else operand
+        product = self.producer.get(given) if isinstance(given, int) else None
+        return product is not None and sums_nothing(product, self.program)
 
     def is_made_a_matrix(self, equation: Equation, operand: int) -> bool:
         """Whether a product's operand has more dimensions than the matrices that are multiplied: it is transposed, and

@@ -45,7 +45,8 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     for x in reader.variables(equation):
         given, aval = reader.buffer(x), reader.program.avals[x]
         if x in reader.images and _is_of_product(reader, x):
-            instead[given] = _rounded(reader, copies, x)
+            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
+            instead[given] = _computed(reader, copies, x, "rounded", size)
             continue
         if given not in reader.program.inputs or len(aval.shape) < 4 or aval.shape[0] <= MOST_IMAGES:
             continue
@@ -62,8 +63,7 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
 
 
 def _is_of_product(reader: TpuReader, image: int) -> bool:
-    """Whether elementwise work makes an image of what a product makes with other dimensions last than features, and
-    others read that, too."""
+    """Whether elementwise work makes an image of what a product makes with other dimensions last than features."""
     made = reader.producer.get(image)
     while made is not None and made.primitive in ELEMENTWISE and made.primitive is not P.transpose_p:
         whole = [x for x in made.inputs if isinstance(x, int) and x in reader.images]
@@ -77,13 +77,11 @@ def _is_of_product(reader: TpuReader, image: int) -> bool:
     return product is not None and product.primitive is P.dot_general_p and is_turned
 
 
-def _rounded(reader: TpuReader, copies: list[Op], image: int) -> int:
-    """An image's copy in two bytes, as convolutions have it."""
+def _computed(reader: TpuReader, copies: list[Op], image: int, lying: str, size: int) -> int:
+    """A copy of so many bytes that lies otherwise than an image, in whose kernel that is computed; one for all."""
     read = reader.behind([image])
-    key = ("rounded", image, *read)
+    key = (lying, image, *read)
     if key not in reader.copies:
-        aval = reader.program.avals[image]
-        size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
         reader.copies[key] = reader.new(size)
         copies.append(Op(read, (reader.copies[key],), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
     return reader.copies[key]
@@ -107,13 +105,8 @@ def _along_lanes(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
         aval = reader.program.avals[x]
         if aval.size == least or x in reader.constants:
             continue  # the kernel
-        read = reader.behind([x])
-        key = ("along lanes", x, *read)
-        if key not in reader.copies:
-            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, 2)
-            reader.copies[key] = reader.new(size)
-            copies.append(Op(read, (reader.copies[key],), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
-        instead[reader.buffer(x)] = reader.copies[key]
+        size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, 2)
+        instead[reader.buffer(x)] = _computed(reader, copies, x, "along lanes", size)
     op = dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))
     (result,) = op.outputs
     aval = reader.program.avals[result]
@@ -147,12 +140,7 @@ def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     for x, spec in zip(equation.inputs, specs, strict=False):
         if isinstance(x, Constant) or x in reader.constants:
             continue
-        read = reader.behind([x])
-        key = ("groups", x, *read)
-        if key not in reader.copies:
-            reader.copies[key] = reader.new(size_of(x, spec, _MULTIPLIED))
-            copies.append(Op(read, (reader.copies[key],), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
-        instead[reader.buffer(x)] = reader.copies[key]
+        instead[reader.buffer(x)] = _computed(reader, copies, x, "groups", size_of(x, spec, _MULTIPLIED))
     op = dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))
     if is_gradient:
         return [*copies, op]

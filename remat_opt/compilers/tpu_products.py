@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.equations import sums_nothing
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.program import compat
@@ -231,6 +232,6 @@ def arithmetic_of(equation: Equation, program: Program) -> Kind | None:
         math.prod(shape) // max(summed * math.prod(shape[at] for at in own), 1)
         for shape, own in zip(shapes, batch, strict=True)
     ]
-    if summed == 1 < min(free):
-        return Kind.ELEMENTWISE
-    return Kind.REDUCTION if summed > 1 and min(free) == 1 < max(free) else None
+    if sums_nothing(equation, program):
+        return Kind.ELEMENTWISE if min(free) > 1 else None
+    return Kind.REDUCTION if min(free) == 1 < max(free) else None
