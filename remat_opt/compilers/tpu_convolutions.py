@@ -19,7 +19,8 @@ from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import features_of_groups, is_strided
+from remat_opt.compilers.equations import is_strided
+from remat_opt.compilers.tpu_grouped import is_by_groups
 from remat_opt.compilers.tpu_parts import MOST_IMAGES
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import LANES, SUBLANES, bytes_with_features_or_batch_in_lanes, lies_otherwise, padded_bytes
@@ -36,7 +37,7 @@ ROUNDED_SLICE = "slice in two bytes"
 
 def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     """A convolution, before it the copies that it reads: each is made once for all convolutions that read it."""
-    if _is_by_groups(equation, reader.program):
+    if is_by_groups(equation, reader.program):
         return _by_groups(reader, equation, op)
     if _is_along_lanes(equation, reader.program):
         return _along_lanes(reader, equation, op)
@@ -47,6 +48,10 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
         if x in reader.images and _is_of_product(reader, x):
             size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
             instead[given] = _computed(reader, copies, x, "rounded", size)
+            continue
+        if x in reader.images and _is_shuffled(reader, x):
+            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
+            instead[given] = _computed(reader, copies, x, "shuffled", size)
             continue
         if given not in reader.program.inputs or len(aval.shape) < 4 or aval.shape[0] <= MOST_IMAGES:
             continue
@@ -75,6 +80,22 @@ def _is_of_product(reader: TpuReader, image: int) -> bool:
     product = reader.producer.get(made.inputs[0]) if isinstance(made.inputs[0], int) else None
     is_turned = made.params["permutation"][-1] != len(made.params["permutation"]) - 1
     return product is not None and product.primitive is P.dot_general_p and is_turned
+
+
+def _is_shuffled(reader: TpuReader, image: int) -> bool:
+    """Whether an image's features change places in groups (Zhang et al. 2018)."""
+    joined = reader.producer.get(image)
+    if joined is None or joined.primitive is not P.reshape_p or not isinstance(joined.inputs[0], int):
+        return False
+    turned = reader.producer.get(joined.inputs[0])
+    rank = len(reader.program.avals[image].shape)
+    if (
+        turned is None
+        or turned.primitive is not P.transpose_p
+        or reader.program.avals[joined.inputs[0]].ndim != rank + 1
+    ):
+        return False
+    return tuple(turned.params["permutation"]) == (*range(rank - 1), rank, rank - 1)
 
 
 def _computed(reader: TpuReader, copies: list[Op], image: int, lying: str, size: int) -> int:
@@ -116,12 +137,6 @@ def _along_lanes(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     return [*copies, dataclasses.replace(op, outputs=(made,)), Op((made,), (result,), kind=Kind.OPAQUE, name="copy")]
 
 
-def _is_by_groups(equation: Equation, program: Program) -> bool:
-    """Whether a convolution is in groups of several features, which do not fill the lanes."""
-    groups, features = features_of_groups(equation.params, [program.aval_of(x).shape for x in equation.inputs])
-    return groups > 1 and 1 < max(features) < LANES
-
-
 def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     """A convolution in groups, or a gradient of its weights, with the copies of images that it reads and makes."""
     params, numbers = equation.params, equation.params["dimension_numbers"]
@@ -140,11 +155,17 @@ def _by_groups(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     for x, spec in zip(equation.inputs, specs, strict=False):
         if isinstance(x, Constant) or x in reader.constants:
             continue
-        instead[reader.buffer(x)] = _computed(reader, copies, x, "groups", size_of(x, spec, _MULTIPLIED))
+        copy = reader.grouped.as_read(copies, x)
+        if copy is not None:
+            instead[reader.buffer(x)] = copy
+        elif x not in reader.grouped.layouts:
+            instead[reader.buffer(x)] = _computed(reader, copies, x, "groups", size_of(x, spec, _MULTIPLIED))
     op = dataclasses.replace(op, inputs=tuple(instead.get(value, value) for value in op.inputs))
     if is_gradient:
         return [*copies, op]
     (result,) = op.outputs
+    if result in reader.grouped.layouts:
+        return [*copies, op]
     aval = reader.program.avals[result]
     item = compat.item_bytes(aval.dtype)
     fills_rows = aval.shape[numbers.out_spec[1]] == groups and aval.shape[numbers.out_spec[0]] == SUBLANES

@@ -23,6 +23,7 @@ from remat_opt.compilers.equations import (
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
+from remat_opt.compilers.tpu_grouped import Grouped
 from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
@@ -109,8 +110,13 @@ class TpuReader(Reader):
     def ops_at(self, index: int, equation: Equation) -> Sequence[Op]:
         copies = self.groups.copied_before(equation)
         ops = [*copies, *self.cutting.with_copies(equation, super().ops_at(index, equation))]
-        ops = self.turned.with_copies(equation, ops)
+        ops = self.grouped.with_copies(equation, self.turned.with_copies(equation, ops))
         return with_words(self, equation, with_scores_turned(self, equation, ops))
+
+    @functools.cached_property
+    def grouped(self) -> Grouped:
+        """What lies as convolutions in groups have it."""
+        return Grouped(self, self.images_with_inputs)
 
     @functools.cached_property
     def turned(self) -> Turned:
@@ -122,6 +128,21 @@ class TpuReader(Reader):
             self.equations.append(self.producer[value])
             self.same[value] = op.outputs
         super().finish()
+        if self.grouped.mixed:
+            self.drop_uncopied()
+
+    def drop_uncopied(self) -> None:
+        """Leave out elementwise work and copies that nothing reads, as copies are read instead."""
+        read = {self.buffer(value) for value in self.program.outputs if isinstance(value, int)}
+        kept = []
+        for index in reversed(range(len(self.ops))):
+            op = self.ops[index]
+            if not read.isdisjoint(op.outputs) or (op.kind is not Kind.ELEMENTWISE and op.name != "copy"):
+                read.update(op.inputs)
+                kept.append(index)
+        kept.reverse()
+        self.ops = [self.ops[index] for index in kept]
+        self.equations = [self.equations[index] for index in kept]
 
     def is_renamed(self, equation: Equation) -> bool:
         """Rows of another length lie otherwise in tiles; the first of a tile's features are there as they are."""
@@ -158,6 +179,7 @@ class TpuReader(Reader):
         ops = self.groups.copied_before(equation)
         cut = self.cutting.cut_operands(equation)
         whole = {x: self.cutting.whole(x, None, ops) for x in cut if x not in self.constants}
+        whole |= self.grouped.held_by(equation, ops)
         self.ops += ops
         self.equations += [equation] * len(ops)
         inputs = tuple(whole.get(x, x) if isinstance(x, int) else x for x in equation.inputs)

@@ -44,6 +44,8 @@ def in_tiles(reader: TpuReader, graph: Graph, *, narrow: bool = True) -> Graph:
             cut = reader.parts.cut[value]
             shape = cut.shape_of(aval.shape)
             sizes[value] = bytes_with_features_or_batch_in_lanes(shape, item, cut.batch, cut.features)
+        elif value in reader.grouped.layouts:
+            sizes[value] = reader.grouped.bytes_of(value, item)
         elif value in stacks:
             sizes[value] = aval.shape[0] * padded_bytes(aval.shape[1:], item, is_image=True)
         elif value in reader.merged:

@@ -14,7 +14,8 @@ from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE, REDUCTION, RESHAPING, named
 
 POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
-_OF_IMAGES = POOLS | {P.conv_general_dilated_p, P.select_and_scatter_add_p}
+_WINDOWED = POOLS | {P.select_and_scatter_add_p}
+_OF_IMAGES = _WINDOWED | {P.conv_general_dilated_p}
 
 
 def images_of(program: Program) -> frozenset[int]:
@@ -114,13 +115,31 @@ def stored_as(program: Program) -> Callable[[Iterable[int]], frozenset[int]]:
     return lambda found: _reached(set(found), alike)
 
 
+def elementwise_images(program: Program) -> Callable[[Iterable[int]], frozenset[int]]:
+    """What finds to some images all that are reached over elementwise work."""
+    alike = _both_ways(_done_alike(program))
+    return lambda found: _reached(set(found), alike)
+
+
+def connected_images(program: Program) -> Callable[[Iterable[int]], frozenset[int]]:
+    """What finds to some images all that are reached over elementwise work, pooling, and what cuts and joins arrays."""
+    pools = [equation for equation in program.equations if equation.primitive in _WINDOWED]
+    windows = (pair for e in pools for pair in itertools.product(e.inputs, e.outputs) if isinstance(pair[0], int))
+    alike = _both_ways([*_done_alike(program), *windows, *_cut_of_arrays(program)])
+    return lambda found: _reached(set(found), alike)
+
+
 def _alike(program: Program, more: Iterable[tuple[int, int]] = ()) -> Mapping[int, Sequence[int]]:
     """For each value those that are stored as it is, some pairs more of these included."""
-    alike = collections.defaultdict(list)
-    for one, other in itertools.chain(_stored_alike(program), more):
-        alike[one].append(other)
-        alike[other].append(one)
-    return alike
+    return _both_ways(itertools.chain(_held_alike(program), _done_alike(program), more))
+
+
+def _both_ways(pairs: Iterable[tuple[int, int]]) -> Mapping[int, Sequence[int]]:
+    found = collections.defaultdict(list)
+    for one, other in pairs:
+        found[one].append(other)
+        found[other].append(one)
+    return found
 
 
 def _reached(found: set[int], alike: Mapping[int, Sequence[int]]) -> frozenset[int]:
@@ -146,16 +165,20 @@ def _filter_of(equation: Equation, program: Program) -> int | Constant:
     return second if window <= image else result
 
 
-def _stored_alike(program: Program) -> Iterator[tuple[int, int]]:
-    """Operands and results, of one shape, of elementwise work and barriers."""
+def _held_alike(program: Program) -> Iterator[tuple[int, int]]:
+    """Operands and results of barriers."""
     for equation in program.equations:
         if equation.primitive is compat.barrier_p:
             pairs = zip(equation.inputs, equation.outputs, strict=True)
-        elif equation.primitive in ELEMENTWISE:
-            pairs = itertools.product(equation.inputs, equation.outputs)
-        else:
+            yield from ((x, result) for x, result in pairs if isinstance(x, int))
+
+
+def _done_alike(program: Program) -> Iterator[tuple[int, int]]:
+    """Operands and results, of one shape, of elementwise work."""
+    for equation in program.equations:
+        if equation.primitive not in ELEMENTWISE:
             continue
-        for x, result in pairs:
+        for x, result in itertools.product(equation.inputs, equation.outputs):
             if isinstance(x, int) and program.avals[x].shape == program.avals[result].shape:
                 yield x, result
 
