@@ -69,7 +69,7 @@ class Grouped:
         given: what a program is given and has copied to lie so, with an image that does.
     """
 
-    def __init__(self, reader: TpuReader, images: Set[int]):
+    def __init__(self, reader: TpuReader, images: frozenset[int]):
         """
         Args:
             reader: of the program.
@@ -141,7 +141,9 @@ class Grouped:
     def cotangents(self) -> frozenset[int]:
         """Of what lies so what gradients of weights read second, which lies as an image before."""
         gradients = (one for one in self._by_groups if one.params["batch_group_count"] > 1)
-        return frozenset(one.inputs[1] for one in gradients if one.inputs[1] in self.layouts)
+        return frozenset(self.layouts).intersection(
+            x for x in (one.inputs[1] for one in gradients) if isinstance(x, int)
+        )
 
     @functools.cached_property
     def _results(self) -> frozenset[int]:

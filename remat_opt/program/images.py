@@ -124,7 +124,8 @@ def elementwise_images(program: Program) -> Callable[[Iterable[int]], frozenset[
 def connected_images(program: Program) -> Callable[[Iterable[int]], frozenset[int]]:
     """What finds to some images all that are reached over elementwise work, pooling, and what cuts and joins arrays."""
     pools = [equation for equation in program.equations if equation.primitive in _WINDOWED]
-    windows = (pair for e in pools for pair in itertools.product(e.inputs, e.outputs) if isinstance(pair[0], int))
+    pairs = (pair for e in pools for pair in itertools.product(e.inputs, e.outputs))
+    windows = [(x, result) for x, result in pairs if isinstance(x, int)]
     alike = _both_ways([*_done_alike(program), *windows, *_cut_of_arrays(program)])
     return lambda found: _reached(set(found), alike)
 
