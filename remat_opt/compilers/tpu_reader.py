@@ -275,7 +275,7 @@ class TpuReader(Reader):
         elif equation.primitive in CONTRACTION or equation.primitive in WINDOWED:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
             if equation.primitive is P.conv_general_dilated_p:
-                op = dataclasses.replace(op, flops=op.flops / share_in_use(equation, self.program))
+                op = dataclasses.replace(op, flops=op.flops / share_in_use(equation, self.program, self.parts))
         elif self.is_padded_for_windows(equation):
             pass  # the window is dilated instead
         elif equation.primitive is P.concatenate_p:
