@@ -14,7 +14,7 @@ XLA's layout assignment goes from a convolution along elementwise work, pooling,
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
@@ -24,7 +24,7 @@ from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import LANES, bytes_with_features_or_batch_in_lanes
 from remat_opt.program import compat
 from remat_opt.program.images import connected_images, elementwise_images
-from remat_opt.program.inline import Equation, Program
+from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE, REDUCTION
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class Grouped:
             made = {value for one in self._by_groups for value in one.outputs}
             others = (one for one in convolutions if made.isdisjoint(one.outputs))
             held = (x for one in program.equations if one.primitive is compat.barrier_p for x in one.outputs)
-            self._find(images.intersection([*held, *(x for one in others for x in (*one.inputs, *one.outputs))]))
+            of_others = (x for one in others for x in (*one.inputs, *one.outputs))
+            self._find(images.intersection([*held, *of_others, *reader.parts.cut]))
         self._computed = self._computed_as_images()
         self._steps = frozenset(value for steps in self._computed.values() for value in steps)
 
@@ -95,7 +96,7 @@ class Grouped:
         """Where images lie so.
 
         Args:
-            of_others: what other convolutions read and make, and barriers return.
+            of_others: what other convolutions read and make, barriers return, and what is there in parts.
         """
         program = self.reader.program
         alike, connected = elementwise_images(program), connected_images(program)
@@ -157,9 +158,10 @@ class Grouped:
         for value in self._results:
             steps: list[int] = []
             while len(readers := self.reader.readers.get(value, ())) == 1 and readers[0].primitive in ELEMENTWISE:
-                (value,) = readers[0].outputs
-                if value not in self.mixed:
+                (made,) = readers[0].outputs
+                if made not in self.mixed or value in self.reader.program.outputs:
                     break
+                value = made
                 steps.append(value)
             if steps:
                 found[steps[-1]] = steps[:-1]
@@ -189,12 +191,12 @@ class Grouped:
         if not self.layouts or self._is_by_groups(equation):
             return ops
         if equation.primitive in REDUCTION and equation.inputs[0] in self.mixed:
-            return self._reduced(equation, ops)
+            return self._done_on_images(equation, ops) if self._is_done_on_images(equation) else ops
         (result,) = equation.outputs if len(equation.outputs) == 1 else (-1,)
         if result in self._steps:
             return []  # done with the last of them
         if result in self._computed:
-            return self._computed_as_image(equation, ops)
+            return self._done_on_images(equation, ops)
         if result in self.layouts and equation.primitive in ELEMENTWISE:
             return self._read_by(ops, [x for x in self._images_of(equation) if x not in self.layouts], result)
         if result in self.mixed:
@@ -239,12 +241,10 @@ class Grouped:
             item = compat.item_bytes(aval.dtype)
             size = _bytes_of_image(aval.shape, item) if like < 0 else self.bytes_of(image, item, like)
             made = reader.copies[key] = reader.new(size)
-            others, leaves = self._behind(image)
-            if like >= 0 or image in leaves:
+            if like >= 0 or image in self._behind([image])[1]:
                 copies.append(Op(read, (made,), kind=Kind.OPAQUE, name="copy"))
             else:
-                inputs = (*(self._copy(copies, leaf) for leaf in sorted(leaves)), *others)
-                copies.append(Op(inputs, (made,), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
+                copies.append(self._computed_of_images(copies, image, made))
         return reader.copies[key]
 
     def _made_as_image(self, equation: Equation, ops: Sequence[Op], result: int) -> list[Op]:
@@ -256,30 +256,29 @@ class Grouped:
         renamed = (op.but(outputs=tuple(made if value == result else value for value in op.outputs)) for op in ops)
         return [*renamed, Op((made,), (result,), kind=Kind.OPAQUE, name="copy")]
 
-    def _computed_as_image(self, equation: Equation, ops: Sequence[Op]) -> list[Op]:
-        """What is computed of images, with all that is done on the way from these."""
+    def _computed_of_images(self, copies: list[Op], image: int, made: int) -> Op:
+        inputs = self._read_as_images(copies, [image])
+        return Op(inputs, (made,), kind=Kind.ELEMENTWISE, repeatable=False, name="copy")
+
+    def _done_on_images(self, equation: Equation, ops: Sequence[Op]) -> list[Op]:
+        """An equation's ops with all that is done on the way from images."""
         copies: list[Op] = []
-        behind = [self._behind(x) for x in self.reader.variables(equation)]
-        leaves = frozenset().union(*(leaves for _, leaves in behind))
-        others = dict.fromkeys(value for read, _ in behind for value in read)
-        inputs = (*(self._copy(copies, leaf) for leaf in sorted(leaves)), *others)
+        inputs = self._read_as_images(copies, self.reader.variables(equation))
         return [*copies, *(op.but(inputs=inputs) for op in ops)]
 
-    def _reduced(self, equation: Equation, ops: Sequence[Op]) -> Sequence[Op]:
-        """A reduction: of what is done on convolutions' results as an image."""
-        (image,) = self.reader.variables(equation)[:1]
-        read, leaves = self._behind(image)
-        if image in leaves or not leaves <= self._read_by_cotangents:
-            return ops
-        copies: list[Op] = []
-        inputs = (*(self._copy(copies, leaf) for leaf in sorted(leaves)), *read)
-        return [*copies, *(op.but(inputs=inputs) for op in ops)]
+    def _read_as_images(self, copies: list[Op], values: Sequence[int]) -> tuple[int, ...]:
+        others, leaves = self._behind(values)
+        return (*(self._copy(copies, leaf) for leaf in sorted(leaves)), *others)
+
+    def _is_done_on_images(self, reduction: Equation) -> bool:
+        """Whether a reduction is of what is done on convolutions' results of which cotangents are computed."""
+        leaves = self._behind(reduction.inputs[:1])[1]
+        return reduction.inputs[0] not in leaves and leaves <= self._read_by_cotangents
 
     @functools.cached_property
     def _read_by_cotangents(self) -> frozenset[int]:
         """Convolutions' results that cotangents are computed of."""
-        of_images = (self._behind(image)[1] for image in self.cotangents & self.mixed)
-        return frozenset().union(*of_images).difference(self._done_beside)
+        return self._behind(sorted(self.cotangents & self.mixed))[1].difference(self._done_beside)
 
     def _cotangent(self, copies: list[Op], image: int) -> int:
         """The copy in two bytes of a cotangent, computed as an image, that convolutions in groups read."""
@@ -290,17 +289,16 @@ class Grouped:
             if image not in self.mixed:
                 copies.append(Op(reader.behind([image]), (copy,), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
                 return copy
-            read, leaves = self._behind(image)
             computed = reader.new(_bytes_of_image(reader.program.avals[image].shape, 2))
-            inputs = (*(self._copy(copies, leaf) for leaf in sorted(leaves)), *read)
-            copies.append(Op(inputs, (computed,), kind=Kind.ELEMENTWISE, repeatable=False, name="copy"))
+            copies.append(self._computed_of_images(copies, image, computed))
             copies.append(Op((computed,), (copy,), kind=Kind.OPAQUE, name="copy"))
         return reader.copies[key]
 
-    def _behind(self, image: int) -> tuple[tuple[int, ...], frozenset[int]]:
-        """What an image is computed of by elementwise work: buffers of other values, and images that lie so."""
+    def _behind(self, values: Iterable[int | Constant]) -> tuple[tuple[int, ...], frozenset[int]]:
+        """What values are computed of by elementwise work: buffers of others, and images that lie so."""
         others: dict[int, None] = {}
-        leaves, seen, waiting = set[int](), {image}, [image]
+        waiting = [value for value in values if isinstance(value, int)]
+        leaves, seen = set[int](), set(waiting)
         while waiting:
             value = waiting.pop()
             made = self.reader.producer.get(value)
