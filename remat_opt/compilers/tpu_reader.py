@@ -27,7 +27,6 @@ from remat_opt.compilers.tpu_grouped import Grouped
 from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
-from remat_opt.compilers.tpu_matrix_units import share_in_use
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
@@ -274,8 +273,6 @@ class TpuReader(Reader):
             op = dataclasses.replace(op, kind=arithmetic, name=name)
         elif equation.primitive in CONTRACTION or equation.primitive in WINDOWED:
             op = dataclasses.replace(op, kind=Kind.PRODUCT)
-            if equation.primitive is P.conv_general_dilated_p:
-                op = dataclasses.replace(op, flops=op.flops / share_in_use(equation, self.program, self.parts))
         elif self.is_padded_for_windows(equation):
             pass  # the window is dilated instead
         elif equation.primitive is P.concatenate_p:
