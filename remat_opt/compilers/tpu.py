@@ -29,7 +29,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.packing import OF_BODIES, PAGE
 from remat_opt.compilers.tpu_chip import ChipMemory, Stay
-from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY, Clock, read_by
+from remat_opt.compilers.tpu_clock import CHIP_TIMES, RUNS_OF_A_BODY, Clock, bandwidth_of, read_by
 from remat_opt.compilers.tpu_cuts import with_cuts_put_off
 from remat_opt.compilers.tpu_fusion import NUMBER
 from remat_opt.compilers.tpu_tables import has_several_results
@@ -96,9 +96,9 @@ def on_chip(
 
 
 def _about_one(gains: np.ndarray, seed: int) -> np.ndarray:
-    """A factor for each gain, the same for the same gains."""
-    distinct, which = np.unique(gains, return_inverse=True)
-    return (1 + KNOWN_TO * np.random.default_rng(seed).standard_normal(len(distinct)))[which]
+    """A factor for each gain, the same for the same gains but for their last digits."""
+    distinct, which = np.unique(np.round(np.log(np.maximum(np.abs(gains), 1e-12)), 4), return_inverse=True)
+    return (1 + KNOWN_TO * np.random.default_rng(seed).standard_normal(len(distinct)))[which].astype(np.float32)
 
 
 def _with_stays(graph: Graph, lives: Lives, stays: Mapping[int, Stay], numbers: Set[int]) -> Graph:
@@ -185,7 +185,7 @@ def _stays(
     arguments = len(graph.inputs)
     sizes = lives.size.copy()
     sizes[:arguments] = graph.size_array[lives.value[:arguments]]  # no temporary memory, but fetched
-    gains = gains[lives.value] / np.sqrt(np.maximum(sizes, 1))
+    gains = gains[lives.value] / np.sqrt(np.maximum(sizes, 1).astype(np.float32))
     if is_body:
         gains[:arguments] *= RUNS_OF_A_BODY
     written_by = {given: graph.producer[output] for given, output in graph.aliases}
@@ -224,17 +224,25 @@ def _kept_between_steps(graph: Graph, sizes: np.ndarray, kept: Set[int], capacit
 
 def gains_on_chip(graph: Graph, rates: Rates) -> np.ndarray:
     """For each value the seconds that kernels gain by having it on the chip, or how far the nearest to gaining of them
-    is from being bound by memory, negative (XLA's `cost_analysis.cc`, `GetMemoryBoundedness`)."""
-    gains = dict.fromkeys(graph.inputs, 0.0)  # what makes these takes no time, so that it is bound by neither
+    is from being bound by memory, negative (XLA's `cost_analysis.cc`, `GetMemoryBoundedness`).
+
+    In float32 and step by step as XLA does it: of arrays that gain as much, as a regular network has many, it takes
+    those first that gain most by the last digit.
+    """
+    gains = dict.fromkeys(graph.inputs, np.float32(0))  # what makes these takes no time, so that it is bound by neither
+    from_memory, from_chip = (np.float32(one) for one in (bandwidth_of(rates), CHIP_TIMES * bandwidth_of(rates)))
     for op in graph.ops:
         if op.kind is Kind.BARRIER:
             continue
         accessed = {**read_by(graph, op), **{value: graph.sizes[value] for value in op.outputs}}
-        moved = sum(accessed.values()) / rates.bandwidth
-        computed = op.flops / rates.matrix_rate("float32") if op.kind is Kind.PRODUCT else 0.0
+        moved = np.float32(sum(accessed.values()))
+        elapsed = moved / from_memory
+        computed = np.float32(op.flops / rates.matrix_rate("float32") if op.kind is Kind.PRODUCT else 0.0)
         # What a loop's body or a branch reads, XLA counts there.
         for value in op.outputs if op.name in OF_BODIES else (*op.inputs, *op.outputs):
-            gain = accessed[value] / rates.bandwidth if moved > computed else moved - computed
-            before = gains.get(value, -math.inf)
+            size = np.float32(accessed[value])
+            instead = size / from_chip + (moved - size) / from_memory
+            gain = elapsed - instead if elapsed > computed else elapsed - computed
+            before = gains.get(value, np.float32(-math.inf))
             gains[value] = before + gain if before > 0 and gain > 0 else max(before, gain)
-    return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))])
+    return np.array([gains.get(value, 0.0) for value in range(len(graph.sizes))], dtype=np.float32)
