@@ -227,6 +227,21 @@ def test_images_of_all_turns_lie_one_behind_the_other(
     assert found == pytest.approx(compiled_bytes, rel=0.001)
 
 
+def test_what_a_loop_carries_is_no_stack() -> None:
+    """An image as others, with its 256 examples in the lanes; cut by these it would lie with 64 columns there."""
+
+    def grow(image: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turn(image: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            image = jnp.tanh(convolve(image, kernel))
+            return image, image
+
+        return lax.scan(turn, image, None, length=6)
+
+    graph = graph_of(grow, (256, 64, 64, 16), (3, 3, 16, 16))
+    (loop,) = (op for op in graph.ops if op.name == "scan")
+    assert [graph.sizes[value] / (256 * 64 * 64 * 16 * 4) for value in loop.outputs[:2]] == [1, 6]
+
+
 @pytest.mark.parametrize(
     ("batch", "features", "result"),
     [
