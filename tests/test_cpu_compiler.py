@@ -271,3 +271,23 @@ def test_a_product_that_sums_nothing_is_a_multiplication(equation: str, left: tu
     foreseen, found = foreseen_and_compiled(function, *avals, target="cpu")
     assert foreseen == pytest.approx(found, abs=2**16)
     assert found < jax.eval_shape(function, *avals).size  # far less than an array of the result's shape
+
+
+def test_the_library_multiplies_without_a_sum_in_its_reductions() -> None:
+    def function(left: jax.Array, right: jax.Array) -> jax.Array:
+        return jnp.tanh(jnp.einsum("bi,bj->bij", left, right)).sum(0)
+
+    assert foreseen_and_compiled(function, array(64, 512), array(64, 256), target="cpu") == (0, 0)
+
+
+def test_gradients_for_each_example_are_computed_as_a_matrix_too() -> None:
+    """Weighted by their norms (Abadi et al. 2016): what norms read is an array of three dimensions."""
+
+    def clipped(left: jax.Array, right: jax.Array) -> jax.Array:
+        gradients = jnp.einsum("bi,bj->bij", left, right)
+        norms = jnp.sqrt((gradients**2).sum((1, 2)))
+        return jnp.einsum("b,bij->ij", jnp.minimum(1, 1 / norms), gradients)
+
+    foreseen, found = foreseen_and_compiled(clipped, array(64, 512), array(64, 256), target="cpu")
+    assert found >= 2 * 64 * 512 * 256 * 4
+    assert foreseen == pytest.approx(found, rel=0.01)

@@ -2,6 +2,7 @@
 hand. Sizes in bytes; a kernel's start is worth about as much as moving 5 MB."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -375,21 +376,41 @@ def test_threefrys_bits_are_made_where_they_are_read() -> None:
     assert ("random_bits", 4 * 4096 * 1024) in made(stored)
 
 
+def summed(gradient: jax.Array) -> jax.Array:
+    return jnp.tanh(gradient).sum((1, 2))
+
+
+def summed_and_sorted(gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return summed(gradient), jnp.sort(gradient, 0)
+
+
+def multiplied(gradient: jax.Array) -> jax.Array:
+    return gradient.reshape(256, -1) @ jnp.ones((gradient.size // 256, 128))
+
+
 @pytest.mark.parametrize(
-    ("size", "window", "padding"), [(20, 9, "VALID"), (8, 5, "SAME"), (6, 7, "SAME"), (5, 3, "VALID")]
+    ("size", "window", "padding", "read"),
+    [
+        (20, 9, "VALID", summed),
+        (8, 5, "SAME", summed),
+        (6, 7, "SAME", summed),
+        (5, 3, "VALID", summed),
+        (6, 7, "SAME", summed_and_sorted),  # turned back where the sorted one is
+        (5, 3, "VALID", multiplied),  # beside it, for a product
+    ],
 )
 def test_a_gradient_of_an_image_smaller_than_its_window_exchanges_the_operands(
-    size: int, window: int, padding: str
+    size: int, window: int, padding: str, read: Callable
 ) -> None:
     """The kernel is the image then, padded in memory, and the result has batch and features the other way round."""
     made = -(-size // 2) if padding == "SAME" else (size - window) // 2 + 1
 
-    def function(image: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> jax.Array:
+    def function(image: jax.Array, kernel: jax.Array, cotangent: jax.Array) -> Any:
         def convolved(image: jax.Array) -> jax.Array:
             numbers = ("NHWC", "HWIO", "NHWC")
             return jax.lax.conv_general_dilated(image, kernel, (2, 2), padding, dimension_numbers=numbers)
 
-        return jnp.tanh(jax.vjp(convolved, jnp.sin(image))[1](jnp.cos(cotangent))[0]).sum((1, 2))
+        return read(jax.vjp(convolved, jnp.sin(image))[1](jnp.cos(cotangent))[0])
 
     shapes = (256, size, size, 128), (window, window, 128, 128), (256, made, made, 128)
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]

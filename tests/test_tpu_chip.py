@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from foreseen import foreseen_and_compiled
 from jax import lax
 
 from remat_opt.compilers import tpu
@@ -291,6 +292,16 @@ def test_an_argument_that_products_alone_read_may_be_on_the_chip_before_the_step
     assert kept_by(step, *avals, donated=(True, False, False)) == set()
     assert kept_by(lambda x, weight, target: x @ weight - target, *avals) == {0, 1}
     assert kept_by(lambda x, weight, target: (x @ weight - target, x), *avals) == {1}
+
+
+def test_a_branch_keeps_nothing_between_steps() -> None:
+    """Of three arrays of 64 MiB it has what is made between its products on the chip, in the place of a weight."""
+
+    def step(x: jax.Array, first: jax.Array, second: jax.Array) -> jax.Array:
+        return lax.cond(x[0, 0] > 0, lambda: jax.nn.softmax(x @ first) @ second, lambda: x)
+
+    avals = [jax.ShapeDtypeStruct((4096, 4096), jnp.float32)] * 3
+    assert max(foreseen_and_compiled(step, *avals)) < 2**20
 
 
 @pytest.mark.parametrize(("read_late", "stays"), [(False, False), (True, True)])

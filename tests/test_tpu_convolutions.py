@@ -227,6 +227,21 @@ def test_images_of_all_turns_lie_one_behind_the_other(
     assert found == pytest.approx(compiled_bytes, rel=0.001)
 
 
+def test_what_a_loop_carries_is_no_stack() -> None:
+    """An image as others, with its 256 examples in the lanes; cut by these it would lie with 64 columns there."""
+
+    def grow(image: jax.Array, kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+        def turn(image: jax.Array, _: None) -> tuple[jax.Array, jax.Array]:
+            image = jnp.tanh(convolve(image, kernel))
+            return image, image
+
+        return lax.scan(turn, image, None, length=6)
+
+    graph = graph_of(grow, (256, 64, 64, 16), (3, 3, 16, 16))
+    (loop,) = (op for op in graph.ops if op.name == "scan")
+    assert [graph.sizes[value] / (256 * 64 * 64 * 16 * 4) for value in loop.outputs[:2]] == [1, 6]
+
+
 @pytest.mark.parametrize(
     ("batch", "features", "result"),
     [
@@ -262,3 +277,15 @@ def test_what_is_made_of_a_resized_image_is_copied_for_convolutions(method: str,
     shapes = (3, 3, 64, 64), (32, 64), (32, 64, 64, 64), (3, 3, 64, 64)
     graph = graph_of(jax.grad(loss, (0, 1)), *shapes)
     assert sizes_of(graph, "copy").count(2 * 32 * 128 * 128 * 128) == copies
+
+
+def test_what_is_made_of_a_product_whose_features_are_last_is_copied_too() -> None:
+    """Of `f32[128,32,128,128]{3,0,2,1}` a dump has `bf16[32,128,128,128]{3,1,2,0}` beside it, for both convolutions."""
+
+    def loss(kernel: jax.Array, scale: jax.Array, heights: jax.Array, image: jax.Array) -> jax.Array:
+        product = lax.dot_general(heights, image, (((1,), (1,)), ((), ())))
+        large = product.transpose(1, 0, 2, 3) * scale[:, None, None, :]
+        return jnp.sum(jnp.tanh(convolve(large, kernel))) + jnp.sum(scale)
+
+    graph = graph_of(jax.grad(loss, (0, 1)), (3, 3, 128, 128), (32, 128), (128, 64), (32, 64, 128, 128))
+    assert sizes_of(graph, "copy") == [2 * 32 * 128 * 128 * 128]

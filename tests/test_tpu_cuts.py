@@ -131,6 +131,21 @@ def test_what_is_cut_is_stored_if_others_read_it_too(others: tuple[Op, ...], sto
     assert (1 in made) == stored
 
 
+@pytest.mark.parametrize("is_read", [True, False])
+def test_what_is_cut_for_nobody_is_not_stored(is_read: bool) -> None:
+    """Two others read it, both in one kernel, which makes it itself."""
+    ops = (
+        Op((0,), (1,), kind=Kind.ELEMENTWISE, name="exp"),
+        Op((1,), (2,), kind=Kind.ELEMENTWISE, name="slice"),
+        Op((1,), (3,), kind=Kind.ELEMENTWISE),
+        Op((1,), (4,), kind=Kind.ELEMENTWISE),
+        Op((2, 3, 4) if is_read else (3, 4), (5,), kind=Kind.PRODUCT),
+    )
+    graph = Graph((8, 8, 4, 8, 8, 8), ops, inputs=(0,), outputs=(5,))
+    made = [value for op in fuse(graph, cut_from_buffers=True).graph.ops for value in op.outputs]
+    assert made == ([1, 5] if is_read else [5])
+
+
 def test_gates_are_cut_of_a_product_that_is_kept_without_its_bias() -> None:
     """Kept is the product, and its sum with the bias is stored beside it, as two slices are read of that."""
 

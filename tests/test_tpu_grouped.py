@@ -8,6 +8,7 @@ import pytest
 from foreseen import foreseen_and_compiled
 from jax import lax
 
+from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_reader import TpuReader
 from remat_opt.compilers.tpu_tiles import in_tiles
 from remat_opt.graph.cost import Rates
@@ -187,6 +188,21 @@ def test_shuffled_features_are_copied_in_two_bytes() -> None:
 
     _, graph = read(shuffled, [IMAGE, FILTERS, (3, 3, 1, FEATURES)])
     assert AS_IMAGE // 2 in copies_of(graph, Kind.ELEMENTWISE)
+
+
+@pytest.mark.parametrize(("multiplier", "rounded", "copies"), [(1, ["sin", "cos"], 0), (3, ["cos"], 2)])
+def test_a_gradient_that_takes_features_apart_rounds_them_in_a_copy(
+    multiplier: int, rounded: list[str], copies: int
+) -> None:
+    """Of a depthwise convolution's weights, with one feature or several of each: the cotangent is copied, too."""
+
+    def gradient(x: jax.Array, filters: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return jax.vjp(lambda filters: convolve(jnp.sin(x), filters), filters)[1](jnp.cos(cotangent))[0]
+
+    reader, graph = read(gradient, [(8, 32, 32, 16), (3, 3, 1, 16 * multiplier), (8, 32, 32, 16 * multiplier)])
+    narrow = stored_in_two_bytes(reader.program)
+    assert [e.primitive.name for e in reader.program.equations if not narrow.isdisjoint(e.outputs)] == rounded
+    assert len(copies_of(graph, Kind.ELEMENTWISE)) == copies
 
 
 @pytest.mark.parametrize("network", [pooled_after, behind_pooling, behind_a_joint])

@@ -68,7 +68,7 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
 
 
 def _is_of_product(reader: TpuReader, image: int) -> bool:
-    """Whether elementwise work makes an image of what a product makes with other dimensions last than features."""
+    """Whether elementwise work makes an image of what a product makes with its dimensions in another order."""
     made = reader.producer.get(image)
     while made is not None and made.primitive in ELEMENTWISE and made.primitive is not P.transpose_p:
         whole = [x for x in made.inputs if isinstance(x, int) and x in reader.images]
@@ -78,8 +78,7 @@ def _is_of_product(reader: TpuReader, image: int) -> bool:
     if made is None or made.primitive is not P.transpose_p or made.outputs[0] == image:
         return False
     product = reader.producer.get(made.inputs[0]) if isinstance(made.inputs[0], int) else None
-    is_turned = made.params["permutation"][-1] != len(made.params["permutation"]) - 1
-    return product is not None and product.primitive is P.dot_general_p and is_turned
+    return product is not None and product.primitive is P.dot_general_p
 
 
 def _is_shuffled(reader: TpuReader, image: int) -> bool:
