@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.equations import is_strided
-from remat_opt.compilers.tpu_grouped import is_by_groups
+from remat_opt.compilers.tpu_grouped_convolutions import is_by_groups
 from remat_opt.compilers.tpu_parts import MOST_IMAGES
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import LANES, SUBLANES, bytes_with_features_or_batch_in_lanes, lies_otherwise, padded_bytes

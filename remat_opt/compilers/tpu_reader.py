@@ -23,7 +23,7 @@ from remat_opt.compilers.equations import (
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
-from remat_opt.compilers.tpu_grouped import Grouped
+from remat_opt.compilers.tpu_grouped_convolutions import Grouped
 from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
