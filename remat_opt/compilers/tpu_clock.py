@@ -62,8 +62,9 @@ def read_by(graph: Graph, op: Op) -> dict[int, int]:
 
 
 def bandwidth_of(rates: Rates) -> float:
-    """Bytes/s between the device's memory and the chip: whole GiB/s, 687 of a v5e, as libtpu's log has its times."""
-    return math.ceil(USED_BANDWIDTH * rates.bandwidth / GIB) * GIB
+    """Bytes/s between the device's memory and the chip: of a device whole GiB/s, 687 of a v5e in libtpu's log."""
+    used = USED_BANDWIDTH * rates.bandwidth
+    return math.ceil(used / GIB) * GIB if used > GIB else used
 
 
 class Clock:
