@@ -125,15 +125,15 @@ def test_features_of_images_that_are_multiplied_with_each_other_lie_as_images() 
 
 
 def test_images_between_products_lie_as_images() -> None:
-    """With the 256 examples in the lanes, as copies of what products make with them outside of the tiles: a dump has
-    `f32[256,32,32,32]{0,3,2,1}` of `{3,2,1,0}`, and copies back in two bytes."""
+    """With the 128 examples in the lanes, as copies of what products make with them outside of the tiles: a dump of 256
+    has `f32[256,32,32,32]{0,3,2,1}` of `{3,2,1,0}`, and copies back in two bytes."""
 
     def loss(weights: jax.Array, kernel: jax.Array, image: jax.Array) -> jax.Array:
         mixed = jnp.tanh(jnp.einsum("bhwc,bcd->bhwd", jnp.tanh(convolved(image, kernel)), weights))
         alike = jnp.einsum("bhwc,bhwd->bcd", mixed, mixed)
         return jnp.sum(jnp.tanh(alike).mean(2) * convolved(mixed, kernel).mean((1, 2)))
 
-    shapes = (256, 32, 32), (3, 3, 32, 32), (256, 32, 32, 32)
+    shapes = (128, 64, 64), (3, 3, 64, 64), (128, 32, 32, 64)
     foreseen, found = foreseen_and_compiled(
         jax.grad(loss, (0, 1)), *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     )
