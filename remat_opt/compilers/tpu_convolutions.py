@@ -7,6 +7,7 @@ Kernels of their own are:
 - a slice that is a piece of a concatenation;
 - an image of a convolution in groups of several features: with the batch in the lanes, or with a group's features if
   they are more, and so is the result, which is copied back (of one feature each, as depthwise, they lie as others);
+- an image whose features change places in groups, and one that a product makes in another order of dimensions;
 - an operand reversed. XLA takes the larger one in space for the image (`conv_operand_swapper.cc`), as of the gradient
   of a transposed convolution's weights, and a filter that was an image is reversed before.
 """
@@ -45,13 +46,9 @@ def with_copies(reader: TpuReader, equation: Equation, op: Op) -> list[Op]:
     instead: dict[int, int] = {}
     for x in reader.variables(equation):
         given, aval = reader.buffer(x), reader.program.avals[x]
-        if x in reader.images and _is_of_product(reader, x):
+        if x in reader.images and (_is_of_product(reader, x) or _is_shuffled(reader, x)):
             size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
             instead[given] = _computed(reader, copies, x, "rounded", size)
-            continue
-        if x in reader.images and _is_shuffled(reader, x):
-            size = bytes_with_features_or_batch_in_lanes(aval.shape, _MULTIPLIED, 0, len(aval.shape) - 1)
-            instead[given] = _computed(reader, copies, x, "shuffled", size)
             continue
         if given not in reader.program.inputs or len(aval.shape) < 4 or aval.shape[0] <= MOST_IMAGES:
             continue
@@ -86,13 +83,8 @@ def _is_shuffled(reader: TpuReader, image: int) -> bool:
     joined = reader.producer.get(image)
     if joined is None or joined.primitive is not P.reshape_p or not isinstance(joined.inputs[0], int):
         return False
-    turned = reader.producer.get(joined.inputs[0])
-    rank = len(reader.program.avals[image].shape)
-    if (
-        turned is None
-        or turned.primitive is not P.transpose_p
-        or reader.program.avals[joined.inputs[0]].ndim != rank + 1
-    ):
+    turned, rank = reader.producer.get(joined.inputs[0]), len(reader.program.avals[image].shape)
+    if turned is None or turned.primitive is not P.transpose_p:
         return False
     return tuple(turned.params["permutation"]) == (*range(rank - 1), rank, rank - 1)
 
