@@ -299,16 +299,19 @@ class Reader:
                 self.ops[index] = op.but(changed_later=True)
 
     def drop_unread(self) -> None:
-        """Leave out transposes of matrices that products read as they lie, and concatenations that only others read,
-        which read their pieces."""
+        """Leave out what nothing reads of what may go."""
         read = {self.buffer(value) for value in self.program.outputs if isinstance(value, int)}
         kept = []
         for index in reversed(range(len(self.ops))):
-            op, equation = self.ops[index], self.equations[index]
-            may_go = is_matrix_transpose(equation) or equation.primitive is P.concatenate_p
-            if not may_go or not read.isdisjoint(op.outputs):
+            op = self.ops[index]
+            if not self.may_go(op, self.equations[index]) or not read.isdisjoint(op.outputs):
                 read.update(op.inputs)
                 kept.append(index)
         kept.reverse()
         self.ops = [self.ops[index] for index in kept]
         self.equations = [self.equations[index] for index in kept]
+
+    def may_go(self, op: Op, equation: Equation) -> bool:
+        """Whether others read something else instead of what an op makes: matrices that products turn, and the pieces
+        of concatenations among concatenations."""
+        return is_matrix_transpose(equation) or equation.primitive is P.concatenate_p

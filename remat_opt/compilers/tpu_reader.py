@@ -128,21 +128,11 @@ class TpuReader(Reader):
             self.equations.append(self.producer[value])
             self.same[value] = op.outputs
         super().finish()
-        if self.grouped.mixed:
-            self.drop_uncopied()
 
-    def drop_uncopied(self) -> None:
-        """Leave out elementwise work and copies that nothing reads, as copies are read instead."""
-        read = {self.buffer(value) for value in self.program.outputs if isinstance(value, int)}
-        kept = []
-        for index in reversed(range(len(self.ops))):
-            op = self.ops[index]
-            if not read.isdisjoint(op.outputs) or (op.kind is not Kind.ELEMENTWISE and op.name != "copy"):
-                read.update(op.inputs)
-                kept.append(index)
-        kept.reverse()
-        self.ops = [self.ops[index] for index in kept]
-        self.equations = [self.equations[index] for index in kept]
+    def may_go(self, op: Op, equation: Equation) -> bool:
+        """Beside convolutions in groups copies are read instead of what is done elementwise."""
+        is_copied = bool(self.grouped.mixed) and (op.kind is Kind.ELEMENTWISE or op.name == "copy")
+        return is_copied or super().may_go(op, equation)
 
     def is_renamed(self, equation: Equation) -> bool:
         """Rows of another length lie otherwise in tiles; the first of a tile's features are there as they are."""
