@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.experimental import pallas
+from loop_kernels import attention, clipped, kernel_tanh
 
 LENGTH, BATCH, WIDTH = 8, 2, 4
 
@@ -90,6 +90,24 @@ def lstm():
 
     params = {"w": normal(0, 2 * WIDTH, 4 * WIDTH), "b": jnp.zeros(4 * WIDTH)}
     return step_of(loss, params, sequence(), tx=optax.adam(1e-2))
+
+
+def long_lstm(length, width=32, batch=8):
+    """Adam on the last state of a recurrent network of any length; not one of `MODELS`."""
+    params = {"w": normal(0, 2 * width, 4 * width), "b": jnp.zeros(4 * width)}
+    tx = optax.adam(1e-2)
+
+    def loss(p, xs):
+        def body(carry, x):
+            h, c = carry
+            i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ p["w"] + p["b"], 4, -1)
+            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
+            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
+
+        zero = jnp.zeros((batch, width))
+        return (lax.scan(body, (zero, zero), xs)[0][0] ** 2).mean()
+
+    return step_of(loss, params, normal(3, length, batch, width), tx=tx)
 
 
 def stacked():
@@ -203,68 +221,8 @@ def checkpoint_with_policy():
     return over_layers(jax.checkpoint(lambda w, h: block(w, jnp.sin(h)), policy=policy))
 
 
-@jax.custom_vjp
-def clipped(x):
-    return jnp.sin(x)
-
-
-clipped.defvjp(lambda x: (jnp.sin(x), (x, jnp.cos(x))), lambda r, g: (jnp.clip(g * r[1], -0.01, 0.01) + 0 * r[0],))
-
-
-@jax.custom_vjp
-def attention(q, k, v):
-    return attention_forward(q, k, v)[0]
-
-
-def attention_forward(q, k, v):
-    scores = q @ k.T
-    statistics = jax.nn.logsumexp(scores, -1, keepdims=True)
-    out = jnp.exp(scores - statistics) @ v
-    return out, (q, k, v, out, statistics)
-
-
-def attention_backward(residuals, g):
-    q, k, v, out, statistics = residuals
-    weights = jnp.exp(q @ k.T - statistics)
-    scores = weights * (g @ v.T - (g * out).sum(-1, keepdims=True))
-    return scores @ k, scores.T @ q, weights.T @ g
-
-
-attention.defvjp(attention_forward, attention_backward)
-
-
 def flash_attention():
     return over_layers(lambda w, h: block(w, attention(h, jnp.sin(h), jnp.cos(h))))
-
-
-@jax.custom_vjp
-def kernel_tanh(x):
-    """By a Pallas kernel, which the CPU interprets, with a grid of two."""
-    return _kernel(_tanh_kernel, x)
-
-
-def _tanh_kernel(x, y):
-    y[...] = jnp.tanh(x[...])
-
-
-def _tanh_backward_kernel(y, g, d):
-    d[...] = g[...] * (1 - y[...] ** 2)
-
-
-def _kernel(program, *operands):
-    shape = operands[0].shape
-    block = pallas.BlockSpec((shape[0] // 2, *shape[1:]), lambda i: (i, *(0 for _ in shape[1:])))
-    return pallas.pallas_call(
-        program,
-        out_shape=jax.ShapeDtypeStruct(shape, operands[0].dtype),
-        grid=(2,),
-        in_specs=[block] * len(operands),
-        out_specs=block,
-        interpret=True,
-    )(*operands)
-
-
-kernel_tanh.defvjp(lambda x: (kernel_tanh(x),) * 2, lambda y, g: (_kernel(_tanh_backward_kernel, y, g),))
 
 
 def pallas_kernel():

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from loop_models import kernel_tanh
+from loop_kernels import kernel_tanh
 
 from remat_opt.graph.build import bytes_of, kind_of
 from remat_opt.graph.graph import Kind

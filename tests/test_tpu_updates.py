@@ -22,7 +22,9 @@ def in_turns(turn: Callable[[jax.Array], jax.Array], carry: jax.Array) -> jax.Ar
         pytest.param(lambda x, w: in_turns(lambda c: jnp.tanh(c @ w), x), (), 1 + 2, id="product of a carry"),
         pytest.param(lambda x, w: in_turns(lambda c: c + jnp.tanh(c @ w), x), (), 1 + 2, id="which is read beside"),
         pytest.param(lambda x, w: in_turns(lambda c: jnp.tanh(c @ w), x).sum(), (), 1 + 4, id="that is no result"),
-        pytest.param(lambda x, w: in_turns(lambda c: jnp.tanh(jnp.tanh(c @ w) @ w), x), (), 1 + 1, id="of two products"),
+        pytest.param(
+            lambda x, w: in_turns(lambda c: jnp.tanh(jnp.tanh(c @ w) @ w), x), (), 1 + 1, id="of two products"
+        ),
         pytest.param(lambda x, w: in_turns(lambda c: c + (c.sum() * w) @ w, x), (), 0, id="beside a product"),
         pytest.param(lambda x, w: jnp.tanh(x @ w), (0,), 2, id="donated"),
         pytest.param(lambda x, w: x + w @ w, (0,), 0, id="donated beside a product"),

@@ -1,0 +1,220 @@
+"""Loops end to end: what `optimize` makes of steps with loops, with the compilers' figures, and what plans keep."""
+
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import loop_models as models
+import numpy as np
+import pytest
+from jax import lax
+from jax.extend.core import primitives
+from loop_kernels import attention
+from test_loops_values import RATES, captured
+
+import remat_opt
+from benchmarks.loop_networks import gpt
+from remat_opt.examples import make_example
+from remat_opt.looping import SearchedSteps
+from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.choose import LoopChoices, choose, needed
+from remat_opt.loops.costs import PairCosts
+from remat_opt.loops.options import PairOptions
+from remat_opt.loops.pairs import find_pairs
+from remat_opt.loops.recomputation import joint_step, recomputation
+from remat_opt.loops.reverse import room_for
+from remat_opt.loops.rewrite import rewrite_loops
+from remat_opt.prepared import prepare
+from remat_opt.program import compat
+from remat_opt.program.capture import capture
+from remat_opt.targets import measure_flat, resolve_target
+from remat_opt.targets.options import compiler_options_for
+
+# XLA's own, not `conftest`'s: with these the loops are rounded alike, to the bit.
+AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+
+
+def temporary_bytes(jitted, arguments, target="h200"):
+    traced = jitted.trace(*arguments)
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(arguments)]
+    donated = range(len(jax.tree.leaves(arguments[0])))
+    return measure_flat(compat.function_of_jaxpr(traced), avals, donated=donated, target=target).temp_bytes
+
+
+@pytest.mark.filterwarnings("ignore::remat_opt.RematWarning")
+def test_the_memory_of_a_recurrent_network_grows_like_the_root_of_its_length():
+    needs = {}
+    for length in (256, 1024, 4096):
+        step, arguments = models.long_lstm(length)
+        needs[length] = temporary_bytes(remat_opt.optimize(jax.jit(step, donate_argnums=0), target="h200"), arguments)
+    assert needs[1024] < 2.2 * needs[256]
+    assert needs[4096] < 2.2 * needs[1024]
+    step, arguments = models.long_lstm(1024)
+    assert needs[1024] < 0.05 * temporary_bytes(jax.jit(step, donate_argnums=0), arguments)
+
+
+def test_optimize_trains_a_recurrent_network_in_less_memory():
+    step, arguments = models.long_lstm(400)
+    optimized = remat_opt.optimize(jax.jit(step, donate_argnums=0, compiler_options=AS_USERS_COMPILE))
+    plan = optimized.plan(*arguments)
+    assert plan.loops
+    assert 0 < plan.predicted.extra_flops < 0.7 * plan.predicted.flops
+    plain = jax.jit(step, compiler_options=AS_USERS_COMPILE)
+    temporary = [f.lower(*arguments).compile().memory_analysis().temp_size_in_bytes for f in (plain, optimized)]
+    assert temporary[1] < 0.2 * temporary[0]
+    one, other = arguments[0], jax.tree.map(jnp.array, arguments[0])
+    expected = found = None
+    for _ in range(3):
+        one, expected = plain(one, *arguments[1:])
+        other, found = optimized(other, *arguments[1:])
+        np.testing.assert_array_equal(expected, found)
+    jax.tree.map(np.testing.assert_array_equal, one, other)
+
+
+def test_weights_updated_in_the_reverse_loop_are_not_copied_at_each_step():
+    """On the CPU, whose compiler copies the whole stack where it does not see what is read before the update."""
+    example = make_example("gpt_scan", small=True, batch=4)
+    step = remat_opt.optimize(jax.jit(example.train_step, donate_argnums=example.donate_argnums))
+    ((_, choice),) = step.plan(*example.abstract_args).loops
+    assert choice.update
+    compiled = step.lower(*example.abstract_args).compile().as_text()
+    layers = 2
+    assert not re.findall(rf"= f32\[{layers},\d+,\d+\]\S* copy\(", compiled)
+
+
+def test_a_plan_whose_chunks_keep_residuals_can_be_saved(tmp_path):
+    step, arguments = models.long_lstm(400)
+    optimized = remat_opt.optimize(jax.jit(step, donate_argnums=0), budget=0.15, verify=False)
+    plan = optimized.plan(*arguments)
+    assert plan.loops[0][1].in_chunk
+    plan.save(tmp_path / "plan.json")
+    again = remat_opt.optimize(jax.jit(step, donate_argnums=0), plan=remat_opt.Plan.load(tmp_path / "plan.json"))
+    assert again.plan(*arguments).loops == plan.loops
+    assert "tensors that are made again" in str(optimized.explain(*arguments))
+    expected = jax.jit(step)(*arguments)[1]
+    np.testing.assert_allclose(again(*arguments)[1], expected, rtol=1e-6)
+
+
+def test_a_plan_with_loops_can_be_saved_and_used_again(tmp_path):
+    step, arguments = models.MODELS["layers, adamw"]()
+    step = jax.jit(step, donate_argnums=0)  # else all the temporary memory of so small a step lies in its results
+    optimized = remat_opt.optimize(step)
+    plan = optimized.plan(*arguments)
+    assert plan.loops
+    plan.save(tmp_path / "plan.json")
+    again = remat_opt.optimize(step, plan=remat_opt.Plan.load(tmp_path / "plan.json"))
+    assert again.plan(*arguments).loops == plan.loops
+    assert str(again.jaxpr(*arguments)) == str(optimized.jaxpr(*arguments))
+
+
+def test_a_gradient_inside_a_scan_is_divided_into_segments_there():
+    step, arguments = models.updates_in_a_scan()
+    optimized = remat_opt.optimize(step, compiler_options=AS_USERS_COMPILE)
+    assert optimized.plan(*arguments).loop_bodies == 1
+    plain = jax.jit(step, compiler_options=AS_USERS_COMPILE)
+    temporary = [f.lower(*arguments).compile().memory_analysis().temp_size_in_bytes for f in (plain, optimized)]
+    assert temporary[1] < 0.6 * temporary[0]
+    jax.tree.map(np.testing.assert_array_equal, plain(*arguments), optimized(*arguments))
+
+
+def test_a_search_may_save_what_flash_attention_keeps_and_not_run_it_again():
+    """Under a budget between all and nothing the dear results are saved first, without anybody naming them."""
+    time, width, layers = 256, 16, 6
+    params = {"w1": models.normal(0, layers, width, 2 * width), "w2": models.normal(1, layers, 2 * width, width)}
+
+    def loss(p, x):
+        h, _ = lax.scan(lambda h, w: (models.block(w, attention(h, jnp.sin(h), jnp.cos(h))), None), x, p)
+        return (h**2).mean()
+
+    found, _, aliases = captured(lambda: models.step_of(loss, params, models.normal(8, time, width)))
+    (pair,) = find_pairs(found.program).pairs
+    options = choose(found.program, RATES, aliases).options[0].options
+    least = needed([min(options, key=lambda option: option.bytes)])
+    choices = choose(found.program, RATES, aliases, int(1.3 * least))
+    ((_, choice),) = choices.chosen
+
+    def products_of_scores(chosen):
+        """Products in the backward loop that make or read time × time elements."""
+        program = rewrite_loops(found.program, [pair], chosen, aliases)
+        body = find_pairs(program).pairs[0].backward.body
+        products = [e for e in body.equations if e.primitive is primitives.dot_general_p]
+        return sum(any(body.avals[v].shape == (time, time) for v in (*e.inputs, *e.outputs)) for e in products)
+
+    assert choice.saved
+    assert products_of_scores(choices.chosen) == 5  # those of the backward pass; its scores are made again by design
+    assert products_of_scores([(0, LoopChoice())]) == 6
+
+
+@pytest.mark.filterwarnings("ignore::remat_opt.RematWarning")
+def test_a_step_with_loops_inside_other_transforms():
+    step, (state, xs) = models.long_lstm(60, width=8, batch=2)
+    optimized = remat_opt.optimize(step)
+    assert optimized.plan(state, xs).loops
+    batches = jnp.stack([xs, 2 * xs])
+
+    def loss_of(step):
+        return lambda state, xs: step(state, xs)[1]
+
+    for transform in (jax.grad, lambda fun: jax.vmap(fun, in_axes=(None, 0))):
+        arguments = (state[0], xs) if transform is jax.grad else (state[0], batches)
+        one, other = (
+            transform(lambda p, xs, fun=fun: loss_of(fun)((p, state[1]), xs))(*arguments) for fun in (step, optimized)
+        )
+        jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), one, other)
+
+
+def test_a_step_that_is_scheduled_needs_less():
+    """Attention and the products after it are not there at once: by the compiler's word."""
+    step, arguments = gpt(layers=2, time=512, batch=2, vocabulary=64)
+    found = capture(jax.jit(step, donate_argnums=0), arguments, {})
+    h200 = resolve_target("h200")
+    prepared = prepare(found, h200)
+    (pair,) = find_pairs(found.program).pairs
+    costs = PairCosts(pair, found.program, prepared.rates, None, prepared.step_search())
+    schedules = costs.steps(frozenset(), None).costs
+    most = schedules.within(int(0.9 * schedules.in_order.peak)).peak
+    measured = []
+    for choice in (LoopChoice(), LoopChoice(step_bytes=most)):
+        options = PairOptions(pair, (costs.option(choice),), 1.0, 1.0)
+        form = prepared.written(LoopChoices((pair,), ((0, choice),), (options,), ()), None)
+        plain = functools.partial(lambda form, *leaves: form.emit(form.problem.plain, leaves), form)
+        measured.append(
+            measure_flat(
+                plain, found.input_avals, target="h200", compiler_options=compiler_options_for(h200.platform)
+            ).temp_bytes
+        )
+    expected = costs.option(LoopChoice()).bytes - costs.option(LoopChoice(step_bytes=most)).bytes
+    assert measured[0] - measured[1] > 0.5 * expected > 0
+
+
+def test_steps_that_are_divided_among_devices_stay_in_their_order():
+    """Their communication is counted on the step as it was read."""
+    step, arguments = gpt(layers=2, time=512, batch=2, vocabulary=64)
+    found = capture(jax.jit(step, donate_argnums=0), arguments, {}).program
+    counts = []
+    for program in (found, dataclasses.replace(found, marks="")):
+        (pair,) = find_pairs(program).pairs
+        joint = joint_step(pair, recomputation(pair, LoopChoice()), program)
+        counts.append(len(SearchedSteps(RATES, "cuda").costs(joint).schedules))
+    assert counts[0] > 1
+    assert counts[1] == 1
+
+
+def test_a_plan_says_which_chunks_there_are_and_how_steps_are_scheduled():
+    step, arguments = models.long_lstm(20)
+    plan = remat_opt.optimize(jax.jit(step, donate_argnums=0), verify=False).plan(*arguments)
+    choice = LoopChoice(chunk=3, in_chunk=frozenset({7}), earlier=(Chunks(2, 4, frozenset({5, 6})),), step_bytes=9000)
+    edited = dataclasses.replace(plan, loops=((0, choice),))
+    assert remat_opt.Plan.from_json(edited.to_json()).loops == ((0, choice),)
+    with pytest.raises(ValueError, match="at least 1 step"):
+        Chunks(2, 0)
+
+
+@pytest.mark.parametrize("value", [jnp.ones(3, jnp.int8), jax.random.split(jax.random.key(0), 3)])
+def test_there_is_room_for_what_is_known_by_its_type_alone(value: jax.Array) -> None:
+    for like in (value, jax.typeof(value)):
+        room = room_for(like, 4)
+        assert (room.shape, room.dtype) == ((4, 3), value.dtype)
+        assert (room.at[1].set(value)[1] == value).all()
