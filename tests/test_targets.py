@@ -1,8 +1,5 @@
 """Targets: the compilers' figures for devices that are here and that are not, and what is live at the peak."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,16 +10,13 @@ from jax.experimental import io_callback
 
 from remat_opt.targets import (
     TARGETS,
-    CompilationFailed,
     CompilationOutOfMemory,
-    CompilationTimeout,
     Figures,
     ProgramNotPortable,
     Target,
     TargetUnavailable,
     Worker,
     attached_target,
-    close_workers,
     is_attached,
     measure_flat,
     read_figures,
@@ -31,8 +25,7 @@ from remat_opt.targets import (
     reports_gaps_twice,
     resolve_target,
 )
-from remat_opt.targets.export import export_flat, without_debug_effects
-from remat_opt.targets.remote import child_environment, shared_worker
+from remat_opt.targets.export import without_debug_effects
 
 LAYERS = 4
 IMAGES = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
@@ -268,57 +261,6 @@ def test_arguments_of_several_devices_cannot_be_carried() -> None:
         measure_flat(double, [aval], target="h200")
 
 
-def test_what_steers_the_parents_compilers_does_not_reach_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {
-        "JAX_PLATFORMS": "nonsense",
-        "XLA_FLAGS": "--xla_no_such_flag=true",
-        "LIBTPU_INIT_ARGS": "--no_such_flag",
-        "JAX_ENABLE_X64": "false",
-        "JAX_COMPILATION_CACHE_DIR": "/proc/nowhere",
-        "JAX_DISABLE_JIT": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    for name in ("h200", "cpu"):
-        target = resolve_target(name)
-        with Worker(target) as worker:
-            assert measure_flat(double, SMALL, target=target, worker=worker).argument_bytes == 256
-
-
-def test_importing_the_package_changes_nothing() -> None:
-    code = (
-        "import os, jax; before = dict(os.environ), jax.config.values.copy();"
-        "import remat_opt.targets; assert before == (dict(os.environ), jax.config.values);"
-        "from jax.extend import backend;"
-        "import jax._src.xla_bridge as bridge; assert not bridge.backends_are_initialized()"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=environment, timeout=120, check=True)
-
-
-def test_the_environment_of_the_child() -> None:
-    parent = {"PATH": "/bin", "HOME": "/home/me", "XLA_FLAGS": "--x", "JAX_DEBUG_NANS": "1", "TPU_NAME": "mine"}
-    child = child_environment(parent, ["", "/one", "/two"], None)
-    assert (child["PATH"], child["HOME"], child["JAX_PLATFORMS"]) == ("/bin", "/home/me", "cpu")
-    assert child["PYTHONPATH"] == os.pathsep.join(["/one", "/two"])
-    assert not {"XLA_FLAGS", "JAX_DEBUG_NANS", "TPU_NAME"} & set(child)
-    assert child_environment(parent, [], Path("/dump"))["XLA_FLAGS"] == "--xla_dump_to=/dump --xla_dump_hlo_as_text"
-
-
-@pytest.mark.parametrize(("name", "extra"), [("h200", "cuda-aot"), ("v5e", "tpu-aot")])
-def test_a_missing_compiler_is_named_with_its_extra(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_is_installed", lambda module: False)
-    with pytest.raises(TargetUnavailable, match=rf'not installed.*pip install "remat_opt\[{extra}\]"'):
-        measure_flat(double, SMALL, target=name)
-
-
-def test_compiler_options_reach_the_child_and_its_refusal_comes_back() -> None:
-    with Worker(resolve_target("cpu")) as worker:
-        with pytest.raises(CompilationFailed, match="xla_no_such_option"):
-            measure_flat(double, SMALL, target="cpu", worker=worker, compiler_options={"xla_no_such_option": "1"})
-        assert worker.alive
-        assert measure_flat(double, SMALL, target="cpu", worker=worker).argument_bytes == 256
-
-
 def test_barriers_hold_on_the_cpu_with_the_option() -> None:
     def step(images: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
         def loss(kernels: Sequence[jax.Array]) -> jax.Array:
@@ -353,45 +295,6 @@ def test_a_program_too_large_for_a_tpu_says_how_much_it_needs() -> None:
     with pytest.raises(CompilationOutOfMemory, match="v5e") as caught:
         measure_flat(outer, [jax.ShapeDtypeStruct((2**17,), jnp.float32)], target="v5e")
     assert (caught.value.needed_bytes, caught.value.limit_bytes) == (192 * 2**30, 15.75 * 2**30)
-
-
-def test_a_time_limit_ends_the_child_and_the_next_measurement_starts_another() -> None:
-    first = shared_worker(resolve_target("h200"))
-    with pytest.raises(CompilationTimeout, match="within 0 s"):
-        measure_flat(double, SMALL, target="h200", time_limit=0.0)
-    assert not first.alive
-    assert measure_flat(double, SMALL, target="h200", time_limit=60.0).argument_bytes == 256
-    assert shared_worker(resolve_target("h200")) is not first
-
-
-def test_the_live_child_is_used_again_and_can_be_ended() -> None:
-    target = resolve_target("h200")
-    worker = shared_worker(target)
-    measure_flat(double, SMALL, target=target)
-    assert shared_worker(resolve_target("h100")) is worker
-    close_workers()
-    assert not worker.alive
-
-
-def test_a_child_that_dies_says_its_last_words() -> None:
-    target = resolve_target("h200")
-    with Worker(target) as worker:
-        worker._process.kill()
-        worker._process.wait()
-        with pytest.raises(CompilationFailed, match="its process ended with code -9"):
-            measure_flat(double, SMALL, target=target, worker=worker)
-
-
-def test_a_worker_compiles_for_its_platform_only() -> None:
-    program = export_flat(double, SMALL, target=TARGETS["v5e"])
-    with Worker(resolve_target("h200")) as worker, pytest.raises(ValueError, match="this worker's platform 'cuda'"):
-        worker.compile(program, resolve_target("v5e"))
-
-
-def test_a_dump_needs_a_process_of_its_own(tmp_path: Path) -> None:
-    target = resolve_target("h200")
-    with Worker(target) as worker, pytest.raises(ValueError, match="either worker or dump_to, got both"):
-        measure_flat(double, SMALL, target=target, worker=worker, dump_to=tmp_path)
 
 
 def test_arguments_that_are_on_no_mesh_are_of_one_device() -> None:
