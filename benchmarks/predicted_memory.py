@@ -104,6 +104,7 @@ _UNSEEN = (
     *("long_convolution", "mixing", "triangles", "orthogonalised", "equilibrium", "dreaming"),
     *("style", "objects", "automaton"),
     *("shuffled", "pixels", "modulated", "board", "looking_back", "capsules"),
+    *("rainfall", "tagged", "molecules", "preferred", "splines", "resolutions"),
 )
 _NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (

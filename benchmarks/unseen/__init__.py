@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from benchmarks.unseen import fresh, further, gradients, images, language, lately, latest, newest, others
+from benchmarks.unseen import fresh, further, gradients, images, language, lately, latest, newest, others, recent
 from benchmarks.unseen.step import Unseen
 
 NETWORKS: dict[str, Callable[[], Unseen]] = {
@@ -67,4 +67,10 @@ NETWORKS: dict[str, Callable[[], Unseen]] = {
     "board": fresh.board,
     "looking_back": fresh.looking_back,
     "capsules": fresh.capsules,
+    "rainfall": recent.rainfall,
+    "tagged": recent.tagged,
+    "molecules": recent.molecules,
+    "preferred": recent.preferred,
+    "splines": recent.splines,
+    "resolutions": recent.resolutions,
 }
