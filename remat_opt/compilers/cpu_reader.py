@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
 from remat_opt.compilers.cpu_library import by_library
 from remat_opt.compilers.equations import is_dear, is_half, product_copies, product_orders, sums_nothing
-from remat_opt.compilers.reader import VIEW, Reader
+from remat_opt.compilers.loop_reader import LoopReader
+from remat_opt.compilers.reader import VIEW
 from remat_opt.graph.build import bytes_of, cpu_conv_copies
 from remat_opt.graph.graph import Kind, Op
-from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
-from remat_opt.program.masks import is_zero
 from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
 
 # A concatenation of up to eight pieces is fused, but not of pieces of rows that long.
@@ -23,12 +20,12 @@ MOST_PIECES = 8
 WIDE_ROW = 128
 
 
-class CpuReader(Reader):
+class CpuReader(LoopReader):
     """Reads a program as the CPU's compiler does."""
 
     def finish(self) -> None:
         super().finish()
-        self.share_zeros()
+        self.begin_at_once()
         self.ops, self.equations = by_library(
             self.program, self.ops, self.equations, self.sizes, self.constants, self.behind
         )
@@ -37,35 +34,40 @@ class CpuReader(Reader):
         """Also where an array is changed that is not zeros: it is added first."""
         return self.is_only_summed(equation.outputs[0])
 
-    def share_zeros(self) -> None:
-        """Let the zeros that stacks of one shape begin as live from the first loop that has such to the last one: the
-        compiler sees one array of zeros, of which all but the last loop change copies."""
-        loops: dict[tuple, list[int]] = {}
-        for index, equation in enumerate(self.equations):
-            if equation.primitive is P.scan_p:
-                for key in {(aval.shape, aval.dtype): None for aval in self.begun_as_zeros(equation)}:
-                    loops.setdefault(key, []).append(index)
+    def begin_at_once(self) -> None:
+        """Make the zeros that loops begin with, which depend on nothing, at the beginning of the program: one array of
+        a shape, and copies for all loops but one that runs behind all others."""
+        maker = {value: index for index, op in enumerate(self.ops) for value in op.outputs}
         first: dict[int, list[Op]] = {}
-        for (shape, dtype), indices in loops.items():
-            if len(indices) > 1:
-                zeros = self.new(math.prod(shape) * dtype.itemsize)
-                first.setdefault(indices[0], []).append(Op((), (zeros,), name="zeros"))
-                for index in indices[:-1]:
-                    self.ops[index] = self.ops[index].but(inputs=(*self.ops[index].inputs, zeros))
-        for index in sorted(first, reverse=True):
-            self.ops[index:index] = first[index]
-            self.equations[index:index] = [self.equations[index]] * len(first[index])
+        for places in self.begun.values():
+            *others, last = sorted({maker[result] for result in places.values()})
+            of_last = [place for place, result in places.items() if maker[result] == last]
+            is_behind = {*others} <= self.behind_which(last, maker)
+            zeros = of_last[0] if is_behind else self.new(self.sizes[of_last[0]])
+            copies = [Op((zeros,), (place,), name="copy") for place in places if place != zeros]
+            first.setdefault(min([*others, last]), []).extend([Op((), (zeros,), name="zeros"), *copies])
+        self.insert(first)
 
-    def begun_as_zeros(self, equation: Equation) -> list[Any]:
-        """Of a loop the types of its stacks, and of what it carries that begins as zeros."""
-        constants, carries = compat.scan_counts(equation.params)
-        first = equation.inputs[constants : constants + carries]
-        is_known = [isinstance(x, Constant) or x in self.constants for x in first]
-        zeros = [x for x, known in zip(first, is_known, strict=True) if known and is_zero(self.number_in(x))]
-        return [self.program.avals[x] for x in (*equation.outputs[carries:], *(x for x in zeros if isinstance(x, int)))]
+    def behind_which(self, index: int, maker: Mapping[int, int]) -> set[int]:
+        """The ops that one needs the results of."""
+        found: set[int] = set()
+        waiting = [index]
+        while waiting:
+            needed = {maker[value] for value in self.ops[waiting.pop()].inputs if value in maker} - found
+            found |= needed
+            waiting += needed
+        return found
+
+    def insert(self, added: Mapping[int, Sequence[Op]]) -> None:
+        """Put ops before others, by the positions of these."""
+        for index in sorted(added, reverse=True):
+            self.ops[index:index] = added[index]
+            self.equations[index:index] = [self.equations[index]] * len(added[index])
 
     def ops_of(self, equation: Equation) -> Sequence[Op]:
         (op,) = super().ops_of(equation)
+        if equation.primitive is P.scan_p:
+            return [self.with_places(equation, op)]
         if equation.primitive is P.concatenate_p:
             kind = Kind.OPAQUE if self.is_copied_together(equation) else op.kind
             return [op.but(kind=kind, workspace=0)]

@@ -10,7 +10,7 @@ from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_kernels import Kernels, Order, is_gradient_by_kernel, orders_of_loop
 from remat_opt.compilers.gpu_work import BLOCK, copy_of
-from remat_opt.compilers.reader import Reader
+from remat_opt.compilers.loop_reader import LoopReader
 from remat_opt.graph.build import PeakOfBody
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind, Op
@@ -19,7 +19,7 @@ from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import ELEMENTWISE
 
 
-class ConvolutionReader(Reader):
+class ConvolutionReader(LoopReader):
     """Convolutions with the arrays that are written for them."""
 
     def __init__(

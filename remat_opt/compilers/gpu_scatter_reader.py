@@ -28,7 +28,7 @@ class ScatterReader(ConvolutionReader):
         self.zeros: dict[tuple, int] = {}  # arrays of zeros in memory, by shape and dtype
         self.changed_zeros: dict[tuple, list[int]] = {}  # such arrays that scatters write into
 
-    def into(self, array: int | Constant, op: Op) -> Op:
+    def into(self, array: int | Constant, op: Op, last: Equation | None = None) -> Op:
         """As of all platforms; into zeros of its own where there are none yet."""
         (result,) = op.outputs
         is_constant = isinstance(array, Constant) or array in self.constants
@@ -40,16 +40,18 @@ class ScatterReader(ConvolutionReader):
             self.changed.add(place)
             op = op.but(inputs=(*op.inputs, place), outputs=(token,))
         else:
-            op = super().into(array, op)
+            op = super().into(array, op, last)
         if result in self.work:
             self.work[op.outputs[0]] = self.work[result]
         return op
 
     def make_changed_zeros(self) -> None:
-        """Make all zeros of one shape that scatters write into at once: the compiler sees one array of zeros, of which
-        each scatter changes a copy, and copies them as soon as it is there."""
+        """Make all zeros of one shape that scatters and loops write into at once: the compiler sees one array of zeros,
+        of which each changes a copy, and copies them as soon as it is there."""
+        for key, places in self.begun.items():
+            self.changed_zeros.setdefault(key, []).extend(places)
         for places in self.changed_zeros.values():
-            first = next(at for at, op in enumerate(self.ops) if places[0] in op.inputs)
+            first = next(at for at, op in enumerate(self.ops) if not {*places}.isdisjoint(op.inputs))
             self.ops.insert(first, Op((), tuple(places), name="zeros"))
             self.equations.insert(first, self.equations[first])
 

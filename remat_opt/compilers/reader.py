@@ -101,6 +101,8 @@ class Reader:
         if equation.primitive in SUMS and not self.scatters.keys().isdisjoint(equation.inputs):
             return self.scatter_into(equation)
         ops = self.ops_of(equation)
+        if equation.primitive is P.dynamic_update_slice_p and len(ops) == 1:
+            return [self.into(equation.inputs[0], ops[0], last=equation)]
         if equation.primitive is not P.scatter_add_p or self.platform == "tpu":
             return ops
         (op,) = ops
@@ -115,9 +117,13 @@ class Reader:
             return []
         return [self.into(equation.inputs[0], op)]
 
-    def into(self, array: int | Constant, op: Op) -> Op:
-        """An op that changes elements of an array, where it lies if nobody else reads that."""
-        if isinstance(array, Constant) or array in self.constants or len(self.readers[array]) > 1:
+    def into(self, array: int | Constant, op: Op, last: Equation | None = None) -> Op:
+        """An op that changes elements of an array, where it lies if nobody else reads that, or nobody behind an
+        equation."""
+        if isinstance(array, Constant) or array in self.constants:
+            return op
+        readers = self.readers[array]
+        if len(readers) > 1 and readers[-1] is not last:
             return op
         place = self.buffer(array)
         if place in self.program.inputs:

@@ -262,7 +262,7 @@ class TpuReader(Reader):
             name = P.mul_p.name if arithmetic is Kind.ELEMENTWISE else P.reduce_sum_p.name
             op = dataclasses.replace(op, kind=arithmetic, name=name)
         elif equation.primitive in CONTRACTION or equation.primitive in WINDOWED:
-            op = dataclasses.replace(op, kind=Kind.PRODUCT)
+            op = dataclasses.replace(op, kind=Kind.PRODUCT, of_buffers=equation.params.get("of_buffers", False))
         elif self.is_padded_for_windows(equation):
             pass  # the window is dilated instead
         elif equation.primitive is P.concatenate_p:

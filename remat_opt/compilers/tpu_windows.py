@@ -41,11 +41,16 @@ def with_windowed_maxima(program: Program) -> Program:
             instead[spread[-1]] = len(avals)
             left_out.update(spread[1:])
             shape = program.aval_of(given).shape
-            params = {"window_dimensions": (*([1] * (len(shape) - 1)), shape[-1])}
+            is_sum = equation.primitive is P.reduce_sum_p
+            params = {"window_dimensions": (*([1] * (len(shape) - 1)), shape[-1]), "of_buffers": is_sum}
             equations.append(
                 dataclasses.replace(equation, primitive=REDUCE_WINDOW, outputs=(len(avals),), params=params)
             )
             avals.append(program.aval_of(given))
+            for one in (one for one in program.equations if one.primitive is P.log_p and one.outputs[0] in spread):
+                equations.append(dataclasses.replace(one, inputs=(len(avals) - 1,), outputs=(len(avals),)))
+                instead[spread[-1]] = len(avals)
+                avals.append(program.aval_of(given))
         elif left_out.isdisjoint(equation.outputs):
             inputs = tuple(instead.get(x, x) if isinstance(x, int) else x for x in equation.inputs)
             equations.append(equation if inputs == equation.inputs else dataclasses.replace(equation, inputs=inputs))
@@ -57,7 +62,8 @@ def _spread(
 ) -> list[int]:
     """What a rows' maximum is, with other shapes, up to that in which elementwise work reads it; empty where it is no
     windowed one."""
-    if equation.primitive is not P.reduce_max_p or not isinstance(equation.inputs[0], int):
+    is_sum = _is_of_exponentials(equation, program)
+    if (equation.primitive is not P.reduce_max_p and not is_sum) or not isinstance(equation.inputs[0], int):
         return []
     shape = program.avals[equation.inputs[0]].shape
     if len(shape) < 3 or shape[-1] % ROWS_OF_A_TILE or tuple(equation.params["axes"]) != (len(shape) - 1,):
@@ -65,9 +71,10 @@ def _spread(
     found = [equation.outputs[0]]
     while True:
         following = readers.get(found[-1], ())
-        if program.avals[found[-1]].shape in (shape, (*shape[:-1], 1)) and not any(map(_is_the_same, following)):
+        goes_on = any(map(_is_the_same, following)) or (is_sum and any(one.primitive is P.log_p for one in following))
+        if program.avals[found[-1]].shape in (shape, (*shape[:-1], 1)) and not goes_on:
             break
-        if len(following) != 1 or not _is_the_same(following[0]):
+        if len(following) != 1 or not goes_on:
             return []
         found += following[0].outputs
     read = readers.get(found[-1], ())
@@ -75,6 +82,14 @@ def _spread(
     if not read or not is_spread or not outputs.isdisjoint(found) or _is_read_by_products(program, readers, read):
         return []
     return found
+
+
+def _is_of_exponentials(equation: Equation, program: Program) -> bool:
+    """Whether an equation sums up exponentials of which the logarithm is taken."""
+    if equation.primitive is not P.reduce_sum_p:
+        return False
+    made_by = {value: one.primitive for one in program.equations for value in one.outputs}
+    return made_by.get(equation.inputs[0]) is P.exp_p
 
 
 def _is_the_same(equation: Equation) -> bool:

@@ -133,11 +133,8 @@ def greedy(graph: Graph) -> tuple[int, ...]:
     given = set(graph.inputs)
     reads = [[v for v in dict.fromkeys(op.inputs) if v not in given] for op in graph.ops]
     made = [sum(graph.sizes[value] for value in op.outputs) + op.workspace for op in graph.ops]
-    behind_barriers = [held_by(graph, op) for op in graph.ops]  # which are no users of what they read there
-    fan_out = [
-        len({user for value in op.outputs for user in graph.users[value] if value not in behind_barriers[user]})
-        for op in graph.ops
-    ]
+    handed_on = _handed_on(graph)
+    fan_out = [len(_users(graph, op, handed_on)) for op in graph.ops]
     missing = [len(values) for values in reads]
 
     def gain(op: int) -> int:
@@ -196,11 +193,32 @@ def _instructions(graph: Graph) -> int:
     return count
 
 
-def _makers(graph: Graph) -> list[list[int]]:
-    """For each op those whose results it reads. What is read behind a barrier comes from the barrier."""
+def _handed_on(graph: Graph) -> list[frozenset[int]]:
+    """For each op the buffers that it reads but has from others than their makers: from the barrier before it, and from
+    what has changed them where they lie."""
+    changed = {
+        value: op.inputs
+        for op in graph.ops
+        if op.kind is not Kind.BARRIER
+        for value in op.outputs
+        if not graph.sizes[value]
+    }
     found = []
     for op in graph.ops:
-        behind = held_by(graph, op)
+        behind = (value for token in op.inputs if token in changed for value in changed[token])
+        found.append(held_by(graph, op).union(behind))
+    return found
+
+
+def _users(graph: Graph, op: Op, handed_on: Sequence[frozenset[int]]) -> set[int]:
+    """The ops that have something from an op."""
+    return {user for value in op.outputs for user in graph.users[value] if value not in handed_on[user]}
+
+
+def _makers(graph: Graph, handed_on: Sequence[frozenset[int]]) -> list[list[int]]:
+    """For each op those that it has something from."""
+    found = []
+    for op, behind in zip(graph.ops, handed_on, strict=True):
         makers = dict.fromkeys(graph.producer[value] for value in op.inputs if value not in behind)
         found.append([maker for maker in makers if maker >= 0])
     return found
@@ -258,11 +276,12 @@ def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int,
     extra = [0] * len(graph.ops)
     sizes = [0] * len(graph.ops)
     total, most = 0, _instructions(graph) if listed is None else len(listed)
-    makers = _makers(graph)
+    handed_on = _handed_on(graph)
+    makers = _makers(graph, handed_on)
     roots = _roots(graph)
     for index in _post_order(roots, makers, lambda op: ()) if listed is None else listed:
         op = graph.ops[index]
-        users = {user for value in op.outputs for user in graph.users[value]}
+        users = _users(graph, op, handed_on)
         made = sum(graph.sizes[value] for value in op.outputs)
         total += made
         extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers[index]), most)

@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax import lax
 from jax.extend.core import primitives
 
 from remat_opt.program import compat
 from remat_opt.program.effects import communicates, is_stateful
 from remat_opt.program.scopes import recomputed_scope
+from remat_opt.program.unrolled import single_turn, unstacked
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -129,7 +129,7 @@ def inline(
             differentiated as its author wants.
         keep_names: leave `checkpoint_name` equations; else they are taken out and listed in `Program.named`.
         with_barriers: enter checkpoints as a compiler does that is told of them: what a region reads goes through a
-            barrier first, so that nothing in it is merged with what ran before.
+            barrier first, so that nothing in it is merged with what ran before. A loop of one turn is none to it.
     """
     return _Inliner(keep_checkpoints, keep_rules, keep_names, with_barriers).run(closed)
 
@@ -154,18 +154,6 @@ _ENTERED_RULES: dict[Any, Callable[[dict[str, Any]], Any | None]] = {
     primitives.custom_jvp_call_p: lambda params: params["call_jaxpr"],
     primitives.custom_vjp_call_p: lambda params: params["call_jaxpr"],
 }
-
-
-def _unstacked(whole: Any, *, axis: int) -> Any | None:
-    """What takes the pieces of an array apart, each when it is read, as compilers do; in one equation all of them would
-    be there from the first on. None on a mesh, whose axes its pieces would have to be told."""
-    if compat.is_placed(whole.aval):
-        return None
-
-    def pieces(x: jax.Array) -> list[jax.Array]:
-        return [lax.index_in_dim(x, at, axis, keepdims=False) for at in range(x.shape[axis])]
-
-    return jax.make_jaxpr(pieces)(jax.ShapeDtypeStruct(whole.aval.shape, whole.aval.dtype))
 
 
 class _Inliner:
@@ -243,7 +231,9 @@ class _Inliner:
             self.entered_checkpoints |= not keep
             return None if keep else equation.params["jaxpr"]
         if equation.primitive is compat.unstack_p:
-            return _unstacked(*equation.invars, **equation.params)
+            return unstacked(*equation.invars, **equation.params)
+        if self.with_barriers and equation.primitive is primitives.scan_p and equation.params["length"] == 1:
+            return single_turn(equation)
         rule = self.rules.get(equation.primitive)
         return None if rule is None else rule(equation.params)
 
