@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt.compilers.model import allocated_by, compiled
-from remat_opt.compilers.tpu_rows import rows_of
+from remat_opt.compilers.tpu_rows import Rows
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.tiles import padded_rows
 from remat_opt.program.inline import Program, inline
@@ -68,4 +68,4 @@ def test_cheap_work_on_rows_lies_by_rows(work: Callable, lies_by_rows: bool) -> 
         return work(nodes[senders], nodes[receivers])
 
     program = program_of(of_edges, *arrays(4, 32))
-    assert (program.outputs[0] in rows_of(program)) == lies_by_rows
+    assert (program.outputs[0] in Rows(program).lying) == lies_by_rows

@@ -30,7 +30,7 @@ from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
-from remat_opt.compilers.tpu_rows import rows_of
+from remat_opt.compilers.tpu_rows import Rows, with_row_copies
 from remat_opt.compilers.tpu_turned import Turned
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import (
@@ -176,9 +176,9 @@ class TpuReader(Reader):
         super().barrier(dataclasses.replace(equation, inputs=inputs))
 
     @functools.cached_property
-    def rows(self) -> Mapping[int, int]:
-        """What lies row by row: how many leading dimensions count the rows."""
-        return rows_of(self.program)
+    def rows(self) -> Rows:
+        """What lies row by row, and what is made of rows."""
+        return Rows(self.program)
 
     @functools.cached_property
     def as_products_read(self) -> Mapping[int, int]:
@@ -223,6 +223,9 @@ class TpuReader(Reader):
         if equation.primitive is P.conv_general_dilated_p:
             (op,) = ops
             return tpu_convolutions.with_copies(self, equation, op)
+        if equation.primitive in (P.gather_p, P.scatter_add_p):
+            (op,) = ops
+            return with_row_copies(self, equation, op)
         if equation.primitive is P.concatenate_p:
             (op,) = ops
             return tpu_convolutions.with_pieces_cut(self, equation, op)

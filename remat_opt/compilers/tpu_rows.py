@@ -1,43 +1,135 @@
 """Which arrays of a TPU's program lie row by row, as gathers make them.
 
 What is read at one index lies in as few tiles as hold it: 4 × 32 numbers for each of 131,072 indices take 4 × 128
-places each. XLA fixes these layouts of gathers and gives them to the cheap work that is done on their results. Work
-with two exponentials or more it does as it pads least, on copies.
+places each. XLA fixes these layouts of gathers, and gives them to the cheap work that is done on their results. Where
+two exponentials, quotients or the like are among all the work that goes on from there, its arrays lie as they pad
+least: what is gathered is copied at once, and what is scattered is copied back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from jax.extend.core import primitives as P
 
+from remat_opt.graph.graph import Op
+from remat_opt.graph.tiles import padded_rows
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.primitives import DEAR, ELEMENTWISE, REDUCTION
 
+if TYPE_CHECKING:
+    from remat_opt.compilers.tpu_reader import TpuReader
+
+MOST_DEAR = 1  # that are done row by row
+MOST_SUMS = 2
 _Equations = frozenset[Equation]
 
 
-def rows_of(program: Program) -> Mapping[int, int]:
-    """For each value that lies row by row, how many leading dimensions count its rows."""
-    found: dict[int, int] = {}
-    dear: dict[int, _Equations] = {}  # for each such value the dear work since its gather
-    for equation in program.equations:
-        if equation.primitive is compat.barrier_p:
-            for x, result in zip(equation.inputs, equation.outputs, strict=True):
-                if isinstance(x, int) and x in found:
-                    found[result], dear[result] = found[x], dear[x]
-            continue
-        count = _gathered(equation, program)
-        work: _Equations = frozenset()
-        if not count:
-            count = _passed_on(equation, program, found)
-            work = work.union(*(dear.get(x, frozenset()) for x in equation.inputs if isinstance(x, int)))
-            work |= {equation} if equation.primitive in DEAR else set()
-        if count and len(work) < 2:
-            found.update(dict.fromkeys(equation.outputs, count))
-            dear.update(dict.fromkeys(equation.outputs, work))
-    return found
+class Rows:
+    """What gathers make, and what is made of rows alone.
+
+    Attributes:
+        lying: for each value that lies row by row how many leading dimensions count its rows.
+        packed: in the same way what is made of rows, or gathered, and lies as it pads least.
+    """
+
+    def __init__(self, program: Program):
+        counts: dict[int, int] = {}
+        free: set[int] = set()  # made of less than there is in it, so that it may lie in any way
+        dear: dict[int, _Equations] = {}  # for each value of rows the dear work since its gather
+        groups = _Groups()
+        sums: list[int] = []  # of vectors
+        fixed: list[int] = []  # vectors that are made of rows with more dimensions
+
+        def _is_wide(x: int | Constant) -> bool:
+            return len(program.aval_of(x).shape) == 2 and program.aval_of(x).shape[-1] > 1
+
+        for equation in program.equations:
+            if equation.primitive is compat.barrier_p:
+                for x, result in zip(equation.inputs, equation.outputs, strict=True):
+                    if isinstance(x, int) and x in counts:
+                        counts[result], dear[result] = counts[x], dear[x]
+                        groups.join(x, result)
+                continue
+            count, work = _gathered(equation, program), frozenset[Equation]()
+            sums += [x for x in equation.inputs if equation.primitive in REDUCTION and x in counts and _is_wide(x)]
+            if count or equation.primitive is P.scatter_add_p:  # so that one table's rows lie alike
+                ends = (equation.inputs[0], equation.inputs[-1], equation.outputs[0])
+                kept = [x for x in ends if isinstance(x, int) and len(program.avals[x].shape) == 2]
+                for x in kept:
+                    groups.join(kept[0], x)
+            operands = [x for x in equation.inputs if isinstance(x, int) and (x in counts or x in free)]
+            if not count:
+                count = _passed_on(equation, program, counts, free)
+                if not count and _is_free(equation, program, free):
+                    free.update(equation.outputs)
+                elif not count:
+                    continue
+                work = work.union(*(dear.get(x, frozenset()) for x in operands))
+                work |= {equation} if equation.primitive in DEAR else set()
+            for result in equation.outputs:
+                for x in operands:
+                    groups.join(x, result)
+                if any(len(program.avals[x].shape) > count + 1 for x in operands if x in counts):
+                    fixed.append(result)
+                if count and (len(work) <= MOST_DEAR or _is_of_vectors(result, count, program)):
+                    counts[result], dear[result] = count, work
+        sums_in = [groups.of(value) for value in sums]
+        fixed_in = {groups.of(value) for value in fixed}
+        self.packed = {
+            value: count
+            for value, count in counts.items()
+            if _is_of_vectors(value, count, program)
+            and sums_in.count(groups.of(value)) > MOST_SUMS
+            and groups.of(value) not in fixed_in
+        }
+        self.lying = {value: count for value, count in counts.items() if value not in self.packed}
+
+
+def _is_of_vectors(value: int, count: int, program: Program) -> bool:
+    """Whether each row is one vector."""
+    return len(program.avals[value].shape) == count + 1
+
+
+class _Groups:
+    """Values that are connected."""
+
+    def __init__(self) -> None:
+        self._next: dict[int, int] = {}
+
+    def of(self, value: int) -> int:
+        while value in self._next:
+            value = self._next[value]
+        return value
+
+    def join(self, one: int, other: int) -> None:
+        one, other = self.of(one), self.of(other)
+        if one != other:
+            self._next[other] = one
+
+
+def with_row_copies(reader: TpuReader, equation: Equation, op: Op) -> Sequence[Op]:
+    """A gather with the copy of what it reads, and a scatter with the copy of what it adds, where these lie otherwise
+    than row by row."""
+    if equation.primitive is P.gather_p:
+        (result,) = equation.outputs
+        if result not in reader.rows.packed or op.outputs != (result,):
+            return [op]
+        by_rows = reader.new(_bytes_by_rows(reader, result, reader.rows.packed[result]))
+        return [op.but(outputs=(by_rows,)), Op((by_rows,), (result,), name="copy")]
+    added = equation.inputs[2]
+    if not isinstance(added, int) or added not in reader.rows.packed:
+        return [op]
+    by_rows = reader.new(_bytes_by_rows(reader, added, reader.rows.packed[added]))
+    inputs = tuple(by_rows if value == reader.buffer(added) else value for value in op.inputs)
+    return [Op(reader.behind([added]), (by_rows,), name="copy"), op.but(inputs=inputs)]
+
+
+def _bytes_by_rows(reader: TpuReader, value: int, count: int) -> int:
+    aval = reader.program.avals[value]
+    return padded_rows(aval.shape, compat.item_bytes(aval.dtype), count)
 
 
 def _gathered(equation: Equation, program: Program) -> int:
@@ -50,8 +142,9 @@ def _gathered(equation: Equation, program: Program) -> int:
     return count if tuple(window) == tuple(range(count, rank)) else 0
 
 
-def _passed_on(equation: Equation, program: Program, found: Mapping[int, int]) -> int:
-    """How many dimensions count the rows of what is made of rows alone; 0 if it is made of anything else, too."""
+def _passed_on(equation: Equation, program: Program, found: Mapping[int, int], free: Container[int]) -> int:
+    """How many dimensions count the rows of what is made of rows, and maybe of what has no place of its own; 0 if it is
+    made of anything else, too."""
     if equation.primitive not in ELEMENTWISE and equation.primitive not in REDUCTION:
         return 0
     shape = program.avals[equation.outputs[0]].shape
@@ -60,7 +153,17 @@ def _passed_on(equation: Equation, program: Program, found: Mapping[int, int]) -
         if isinstance(x, Constant) or not program.avals[x].shape:
             continue
         count = found.get(x, 0)
+        if not count and (x in free or program.avals[x].size < program.avals[equation.outputs[0]].size):
+            continue
         if program.avals[x].shape[:count] != shape[:count]:
             return 0
         counts.add(count)
     return counts.pop() if len(counts) == 1 else 0
+
+
+def _is_free(equation: Equation, program: Program, free: Container[int]) -> bool:
+    """Whether elementwise work has no operand of its result's size that lies in some way."""
+    if equation.primitive not in ELEMENTWISE or program.avals[equation.outputs[0]].size <= 1:
+        return False
+    size = program.avals[equation.outputs[0]].size
+    return all(isinstance(x, Constant) or x in free or program.avals[x].size < size for x in equation.inputs)

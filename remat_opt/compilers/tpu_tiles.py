@@ -50,8 +50,8 @@ def in_tiles(reader: TpuReader, graph: Graph, *, narrow: bool = True) -> Graph:
             sizes[value] = aval.shape[0] * padded_bytes(aval.shape[1:], item, is_image=True)
         elif value in reader.merged:
             sizes[value] = padded_bytes(reader.merged[value], item, is_image=True)
-        elif value in reader.rows and value not in images:
-            sizes[value] = padded_rows(aval.shape, item, reader.rows[value])
+        elif value in reader.rows.lying and value not in images:
+            sizes[value] = padded_rows(aval.shape, item, reader.rows.lying[value])
         elif value in featureless:
             sizes[value] = bytes_without_features(aval.shape, item)
         elif value in reader.groups.lying_as_images:
