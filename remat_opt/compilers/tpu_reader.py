@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers import tpu_convolutions, tpu_products, tpu_transforms
+from remat_opt.compilers import tpu, tpu_convolutions, tpu_products, tpu_transforms
 from remat_opt.compilers.equations import (
     CUTTING,
     WINDOWED,
@@ -35,6 +35,7 @@ from remat_opt.compilers.tpu_turned import Turned
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import (
     bytes_before_merging,
+    bytes_with_first_in_lanes,
     padded_bytes,
 )
 from remat_opt.program import compat
@@ -207,11 +208,15 @@ class TpuReader(Reader):
             (op,) = ops
             rounded, waiting, inside = {}, 0, ()
             if equation.primitive is P.scan_p:
-                rounded, waiting = self.rounded_before(equation), self.merged_before(equation)
+                rounded = self.rounded_before(equation)
+                waiting = self.merged_before(equation) + self.slices_of_stacks(equation)
                 op = dataclasses.replace(op, inputs=self.groups.read_by_loop(equation, op.inputs))
                 inside = self.inside(equation, waiting)
             inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
-            seconds, workspace = self.seconds_of_bodies(equation), op.workspace + waiting
+            seconds, workspace = (
+                self.seconds_of_bodies(equation),
+                op.workspace + waiting,
+            )
             tables = sum(self.tables.get(id(jaxpr), 0) for jaxpr in compat.jaxprs_in(equation.params))
             op = dataclasses.replace(
                 op, inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside
@@ -337,6 +342,15 @@ class TpuReader(Reader):
             if merges_examples(loop.params["jaxpr"], at):
                 waiting += bytes_before_merging(self.program.avals[x].shape, 2)
         return waiting
+
+    def slices_of_stacks(self, equation: Equation) -> int:
+        """Bytes of what a loop puts into a stack, or takes from one, in a turn, where the turns are in the lanes of the
+        stack, so that those of the slice are filled up to 128, too, and where not both are on the chip."""
+        constants, carries = compat.scan_counts(equation.params)
+        stacks = (*equation.inputs[constants + carries :], *equation.outputs[carries:])
+        avals = [self.program.aval_of(x) for x in stacks if x not in self.images]
+        slices = (bytes_with_first_in_lanes(aval.shape, compat.item_bytes(aval.dtype)) for aval in avals)
+        return max((size for size in slices if 2 * size > tpu.ON_CHIP), default=0)
 
     def kept_between_steps(self) -> frozenset[int]:
         """Arguments of which one may lie on the chip when a step begins: those that products alone read, as they are.

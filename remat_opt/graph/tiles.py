@@ -40,6 +40,16 @@ def padded_bytes(
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 
+def bytes_with_first_in_lanes(shape: Sequence[int], item: int) -> int:
+    """Bytes of an array that pads least with its first dimension in the lanes; 0 where another one does as well."""
+    if len(shape) < 3:
+        return 0
+    last = range(len(shape))
+    first = min(_tiled_bytes(shape, item, 0, sublanes) for sublanes in last[1:])
+    others = min(_tiled_bytes(shape, item, *pair) for pair in itertools.permutations(last, 2) if pair[0])
+    return first if first < others else 0
+
+
 def lies_turned(shape: Sequence[int], item: int) -> bool:
     """Whether a matrix takes less with its rows in the lanes, as it is given to a step then."""
     return _tiled_bytes(shape, item, 0, 1) < _tiled_bytes(shape, item, 1, 0)
