@@ -327,3 +327,20 @@ def test_a_maximum_that_is_spread_again_is_windowed(function: Callable, is_windo
     for window in windows:
         assert found.avals[window.outputs[0]].shape == (8, 64, 64)
         assert window.params["window_dimensions"] == (1, 1, 64)
+
+
+@pytest.mark.parametrize(
+    ("function", "compiled_arrays"),
+    [
+        (lambda x, w, y: (jax.nn.log_softmax(x @ w) * y).sum(), 2),  # the shifted scores, and their exponentials
+        (lambda x, w, y: (jnp.exp(scores := jax.nn.log_softmax(x @ w)) * scores).sum(), 2),
+        (lambda x, w, y: (jax.nn.softmax(x @ w) * y).sum(), 1),
+    ],
+)
+def test_a_sum_of_exponentials_whose_logarithm_is_spread_again_is_windowed(
+    function: Callable, compiled_arrays: int
+) -> None:
+    """As libtpu 0.0.51 compiles it."""
+    graph = graph_of(function, array(8, 256, 256), array(256, 8000), array(8, 256, 8000))
+    scores = 4 * 8 * 256 * 8000
+    assert allocated_by(graph, "tpu") == pytest.approx(compiled_arrays * scores, abs=0.01 * scores)

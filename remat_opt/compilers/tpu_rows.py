@@ -36,56 +36,67 @@ class Rows:
     """
 
     def __init__(self, program: Program):
-        counts: dict[int, int] = {}
-        free: set[int] = set()  # made of less than there is in it, so that it may lie in any way
-        dear: dict[int, _Equations] = {}  # for each value of rows the dear work since its gather
-        groups = _Groups()
-        sums: list[int] = []  # of vectors
-        fixed: list[int] = []  # vectors that are made of rows with more dimensions
-
-        def _is_wide(x: int | Constant) -> bool:
-            return len(program.aval_of(x).shape) == 2 and program.aval_of(x).shape[-1] > 1
-
+        self._program = program
+        self._counts: dict[int, int] = {}
+        self._free: set[int] = set()  # made of less than there is in it, so that it may lie in any way
+        self._dear: dict[int, _Equations] = {}  # for each value of rows the dear work since its gather
+        self._groups = _Groups()
+        self._sums: list[int] = []  # vectors that are summed up
+        self._fixed: list[int] = []  # vectors that are made of rows with more dimensions
         for equation in program.equations:
             if equation.primitive is compat.barrier_p:
-                for x, result in zip(equation.inputs, equation.outputs, strict=True):
-                    if isinstance(x, int) and x in counts:
-                        counts[result], dear[result] = counts[x], dear[x]
-                        groups.join(x, result)
-                continue
-            count, work = _gathered(equation, program), frozenset[Equation]()
-            sums += [x for x in equation.inputs if equation.primitive in REDUCTION and x in counts and _is_wide(x)]
-            if count or equation.primitive is P.scatter_add_p:  # so that one table's rows lie alike
-                ends = (equation.inputs[0], equation.inputs[-1], equation.outputs[0])
-                kept = [x for x in ends if isinstance(x, int) and len(program.avals[x].shape) == 2]
-                for x in kept:
-                    groups.join(kept[0], x)
-            operands = [x for x in equation.inputs if isinstance(x, int) and (x in counts or x in free)]
-            if not count:
-                count = _passed_on(equation, program, counts, free)
-                if not count and _is_free(equation, program, free):
-                    free.update(equation.outputs)
-                elif not count:
-                    continue
-                work = work.union(*(dear.get(x, frozenset()) for x in operands))
-                work |= {equation} if equation.primitive in DEAR else set()
-            for result in equation.outputs:
-                for x in operands:
-                    groups.join(x, result)
-                if any(len(program.avals[x].shape) > count + 1 for x in operands if x in counts):
-                    fixed.append(result)
-                if count and (len(work) <= MOST_DEAR or _is_of_vectors(result, count, program)):
-                    counts[result], dear[result] = count, work
-        sums_in = [groups.of(value) for value in sums]
-        fixed_in = {groups.of(value) for value in fixed}
+                self._hand_on(equation)
+            else:
+                self._read(equation)
+        sums = [self._groups.of(value) for value in self._sums]
+        fixed = {self._groups.of(value) for value in self._fixed}
+        packed = {group for group in sums if sums.count(group) > MOST_SUMS} - fixed
         self.packed = {
             value: count
-            for value, count in counts.items()
-            if _is_of_vectors(value, count, program)
-            and sums_in.count(groups.of(value)) > MOST_SUMS
-            and groups.of(value) not in fixed_in
+            for value, count in self._counts.items()
+            if _is_of_vectors(value, count, program) and self._groups.of(value) in packed
         }
-        self.lying = {value: count for value, count in counts.items() if value not in self.packed}
+        self.lying = {value: count for value, count in self._counts.items() if value not in self.packed}
+
+    def _hand_on(self, barrier: Equation) -> None:
+        for x, result in zip(barrier.inputs, barrier.outputs, strict=True):
+            if isinstance(x, int) and x in self._counts:
+                self._counts[result], self._dear[result] = self._counts[x], self._dear[x]
+                self._groups.join(x, result)
+
+    def _read(self, equation: Equation) -> None:
+        operands = [x for x in equation.inputs if isinstance(x, int) and (x in self._counts or x in self._free)]
+        if equation.primitive in REDUCTION:
+            self._sums += [x for x in operands if x in self._counts and self._is_wide(x)]
+        count, work = _gathered(equation, self._program), frozenset[Equation]()
+        if count or equation.primitive is P.scatter_add_p:
+            self._join_ends(equation)
+        if not count:
+            count = _passed_on(equation, self._program, self._counts, self._free)
+            if not count and _is_free(equation, self._program, self._free):
+                self._free.update(equation.outputs)
+            elif not count:
+                return
+            work = work.union(*(self._dear.get(x, frozenset()) for x in operands))
+            work |= {equation} if equation.primitive in DEAR else set()
+        for result in equation.outputs:
+            for x in operands:
+                self._groups.join(x, result)
+            if any(len(self._program.avals[x].shape) > count + 1 for x in operands if x in self._counts):
+                self._fixed.append(result)
+            if count and (len(work) <= MOST_DEAR or _is_of_vectors(result, count, self._program)):
+                self._counts[result], self._dear[result] = count, work
+
+    def _is_wide(self, value: int) -> bool:
+        shape = self._program.avals[value].shape
+        return len(shape) == 2 and shape[-1] > 1
+
+    def _join_ends(self, equation: Equation) -> None:
+        """Let what is gathered from a table of vectors, and what is scattered into it, lie alike."""
+        ends = (equation.inputs[0], equation.inputs[-1], equation.outputs[0])
+        tables = [x for x in ends if isinstance(x, int) and len(self._program.avals[x].shape) == 2]
+        for x in tables[1:]:
+            self._groups.join(tables[0], x)
 
 
 def _is_of_vectors(value: int, count: int, program: Program) -> bool:
