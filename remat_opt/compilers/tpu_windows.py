@@ -1,17 +1,18 @@
-"""Rows' maxima that a TPU's compiler spreads where it finds them.
+"""Rows' maxima and sums that a TPU's compiler spreads where it finds them.
 
 A maximum along the rows of an array that is spread over these rows again, and read by nobody else, is a windowed one
 to XLA (`reduce-window`), with a window of the whole row: it makes an array, and as a product does the kernel goes on
 with that, up to the exponentials of a softmax, which it stores where several kernels read them. (Where the maximum is
 an argument, or was found before, each kernel makes the exponentials again.) Not where a product reads what is made of
 it, which would make the exponentials in its own kernel, nor of matrices, nor with rows that do not fill their tiles.
-Seen by compiling small functions with libtpu 0.0.51.
+So is the sum of exponentials whose logarithm is spread again, and that nobody else reads: a softmax's words that nothing
+is learnt from. Its kernel reads them from memory. Seen by compiling small functions with libtpu 0.0.51.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 
 import numpy as np
 from jax.extend.core import primitives as P
@@ -24,18 +25,19 @@ ROWS_OF_A_TILE = 8
 
 
 def with_windowed_maxima(program: Program) -> Program:
-    """The same program with windowed maxima."""
+    """The same program with windowed maxima, and sums of exponentials."""
     readers: dict[int, list[Equation]] = {}
     for equation in program.equations:
         for x in {x for x in equation.inputs if isinstance(x, int)}:
             readers.setdefault(x, []).append(equation)
     outputs = frozenset(x for x in program.outputs if isinstance(x, int))
+    exponentials = {one.outputs[0] for one in program.equations if one.primitive is P.exp_p}
     avals = list(program.avals)
     equations: list[Equation] = []
     instead: dict[int, int] = {}
     left_out: set[int] = set()
     for equation in program.equations:
-        spread = _spread(program, readers, outputs, equation)
+        spread = _spread(program, readers, outputs, exponentials, equation)
         if spread:
             given = equation.inputs[0]
             instead[spread[-1]] = len(avals)
@@ -58,11 +60,15 @@ def with_windowed_maxima(program: Program) -> Program:
 
 
 def _spread(
-    program: Program, readers: Mapping[int, Sequence[Equation]], outputs: frozenset[int], equation: Equation
+    program: Program,
+    readers: Mapping[int, Sequence[Equation]],
+    outputs: frozenset[int],
+    exponentials: Container[int],
+    equation: Equation,
 ) -> list[int]:
-    """What a rows' maximum is, with other shapes, up to that in which elementwise work reads it; empty where it is no
-    windowed one."""
-    is_sum = _is_of_exponentials(equation, program)
+    """What a rows' maximum is, or the logarithm of its exponentials' sum, with other shapes, up to that in which
+    elementwise work reads it; empty where it is no windowed one."""
+    is_sum = equation.primitive is P.reduce_sum_p and equation.inputs[0] in exponentials
     if (equation.primitive is not P.reduce_max_p and not is_sum) or not isinstance(equation.inputs[0], int):
         return []
     shape = program.avals[equation.inputs[0]].shape
@@ -82,14 +88,6 @@ def _spread(
     if not read or not is_spread or not outputs.isdisjoint(found) or _is_read_by_products(program, readers, read):
         return []
     return found
-
-
-def _is_of_exponentials(equation: Equation, program: Program) -> bool:
-    """Whether an equation sums up exponentials of which the logarithm is taken."""
-    if equation.primitive is not P.reduce_sum_p:
-        return False
-    made_by = {value: one.primitive for one in program.equations for value in one.outputs}
-    return made_by.get(equation.inputs[0]) is P.exp_p
 
 
 def _is_the_same(equation: Equation) -> bool:
