@@ -5,8 +5,8 @@ to XLA (`reduce-window`), with a window of the whole row: it makes an array, and
 with that, up to the exponentials of a softmax, which it stores where several kernels read them. (Where the maximum is
 an argument, or was found before, each kernel makes the exponentials again.) Not where a product reads what is made of
 it, which would make the exponentials in its own kernel, nor of matrices, nor with rows that do not fill their tiles.
-So is the sum of exponentials whose logarithm is spread again, and that nobody else reads: a softmax's words that nothing
-is learnt from. Its kernel reads them from memory. Seen by compiling small functions with libtpu 0.0.51.
+So is the sum of exponentials whose logarithm is spread again, and that nobody else reads: the scores of a softmax that
+nothing is learnt from. Its kernel reads them from memory. Seen by compiling small functions with libtpu 0.0.51.
 """
 
 from __future__ import annotations
@@ -68,10 +68,13 @@ def _spread(
 ) -> list[int]:
     """What a rows' maximum is, or the logarithm of its exponentials' sum, with other shapes, up to that in which
     elementwise work reads it; empty where it is no windowed one."""
-    is_sum = equation.primitive is P.reduce_sum_p and equation.inputs[0] in exponentials
-    if (equation.primitive is not P.reduce_max_p and not is_sum) or not isinstance(equation.inputs[0], int):
+    given = equation.inputs[0]
+    if not isinstance(given, int):
         return []
-    shape = program.avals[equation.inputs[0]].shape
+    is_sum = equation.primitive is P.reduce_sum_p and given in exponentials
+    if equation.primitive is not P.reduce_max_p and not is_sum:
+        return []
+    shape = program.avals[given].shape
     if len(shape) < 3 or shape[-1] % ROWS_OF_A_TILE or tuple(equation.params["axes"]) != (len(shape) - 1,):
         return []
     found = [equation.outputs[0]]
