@@ -68,11 +68,10 @@ def _spread(
 ) -> list[int]:
     """What a rows' maximum is, or the logarithm of its exponentials' sum, with other shapes, up to that in which
     elementwise work reads it; empty where it is no windowed one."""
-    given = equation.inputs[0]
-    if not isinstance(given, int):
+    if equation.primitive not in (P.reduce_max_p, P.reduce_sum_p):
         return []
-    is_sum = equation.primitive is P.reduce_sum_p and given in exponentials
-    if equation.primitive is not P.reduce_max_p and not is_sum:
+    given, is_sum = equation.inputs[0], equation.primitive is P.reduce_sum_p
+    if not isinstance(given, int) or (is_sum and given not in exponentials):
         return []
     shape = program.avals[given].shape
     if len(shape) < 3 or shape[-1] % ROWS_OF_A_TILE or tuple(equation.params["axes"]) != (len(shape) - 1,):
