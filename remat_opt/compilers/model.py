@@ -79,10 +79,10 @@ def compiled(
     bodies = _Bodies(rates, platform, saving_memory)
     if platform in GPUS:
         program = with_multiples_made_again(with_vectors_by_loops(program))
+    program = by_slices(program)
     if platform == "tpu":
         program = with_windowed_maxima(with_spread_in_loops(program))
         program = with_transposes_undone(before_products(by_comparison(program)))
-    program = by_slices(program)
     reader = _reader_of(program, rates, platform, bodies, loop)
     unfused = reader.read(donated)
     if platform not in GPUS:

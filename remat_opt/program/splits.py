@@ -18,14 +18,18 @@ from remat_opt.program.inline import Constant, Equation, Program
 
 
 def by_slices(program: Program, chosen: Callable[[Equation], bool] = lambda equation: True) -> Program:
-    """The same program without splits and stacks, or without those that are chosen. A stack's pieces keep their shape,
-    without the stack's dimension."""
+    """The same program without splits and stacks, or without those that are chosen, and without pieces that nobody
+    reads. A stack's pieces keep their shape, without the stack's dimension."""
     lowered = (compat.split_p, compat.unstack_p, compat.stack_p)
     found = [equation.primitive in lowered and chosen(equation) for equation in program.equations]
     if not any(found):
         return program
+    read = {x for equation in program.equations for x in equation.inputs if isinstance(x, int)}
+    read.update(x for x in program.outputs if isinstance(x, int))
     pieces = (
-        _lowered(program, equation) if is_lowered else (equation,)
+        (piece for piece in _lowered(program, equation) if not read.isdisjoint(piece.outputs))
+        if is_lowered
+        else (equation,)
         for equation, is_lowered in zip(program.equations, found, strict=True)
     )
     return dataclasses.replace(program, equations=tuple(itertools.chain.from_iterable(pieces)))
