@@ -16,11 +16,13 @@ class LoopReader(Reader):
 
     Attributes:
         begun: the places, each with a result of its loop, by shape and type; who makes them is for the platform to say.
+        makes_zeros_at_once: whether zeros are made apart; else each loop is taken to make its own.
     """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.begun: dict[tuple, dict[int, int]] = {}
+        self.makes_zeros_at_once = True
 
     def with_places(self, equation: Equation, loop: Op) -> Op:
         """A loop that changes zeros into its stacks, and into what it carries that begins as zeros. Stacks of the same

@@ -154,7 +154,9 @@ class _Bodies:
 
 def _reader_of(program: Program, rates: Rates, platform: str, bodies: _Bodies, loop: tuple[int, int] | None) -> Reader:
     if platform in GPUS:
-        return GpuReader(program, rates, platform, bodies.peak_of, loop, bodies.buffers)
+        gpu = GpuReader(program, rates, platform, bodies.peak_of, loop, bodies.buffers)
+        gpu.makes_zeros_at_once = not bodies.saving_memory  # what is written makes most of them late, behind barriers
+        return gpu
     if platform != "tpu":
         return CpuReader(program, rates, platform, bodies.peak_of)
     reader = TpuReader(program, rates, platform, bodies.peak_of)
