@@ -76,7 +76,7 @@ def _spread(
     shape = program.avals[given].shape
     if len(shape) < 3 or shape[-1] % ROWS_OF_A_TILE or tuple(equation.params["axes"]) != (len(shape) - 1,):
         return []
-    found = [equation.outputs[0]]
+    found, is_logarithm = [equation.outputs[0]], False
     while True:
         following = readers.get(found[-1], ())
         goes_on = any(map(_is_the_same, following)) or (is_sum and any(one.primitive is P.log_p for one in following))
@@ -84,7 +84,10 @@ def _spread(
             break
         if len(following) != 1 or not goes_on:
             return []
+        is_logarithm |= following[0].primitive is P.log_p
         found += following[0].outputs
+    if is_sum and not is_logarithm:
+        return []
     read = readers.get(found[-1], ())
     is_spread = all(one.primitive in ELEMENTWISE and program.avals[one.outputs[0]].shape == shape for one in read)
     if not read or not is_spread or not outputs.isdisjoint(found) or _is_read_by_products(program, readers, read):
