@@ -74,12 +74,12 @@ def test_every_kept_budget_holds_or_is_rightly_refused() -> None:
 
 def test_more_memory_costs_no_more_flops() -> None:
     """Up to some points of the plain step's, or it takes less time: that is what is made small, and predictions are
-    off."""
+    off. What missed its budget first was asked for less than that."""
     for key, result in KEPT.items():
         held = [found for found in result["budgets"].values() if "extra_flops" in found]
         for more, less in itertools.pairwise(held):
-            is_faster = more["extra_time"] < less["extra_time"]
-            assert is_faster or more["extra_flops"] <= less["extra_flops"] + 0.05, key
+            is_faster, has_missed = more["extra_time"] < less["extra_time"], more["compilations"] > 2
+            assert is_faster or has_missed or more["extra_flops"] <= less["extra_flops"] + 0.05, key
 
 
 def test_a_kept_budget_took_few_compilations() -> None:
