@@ -78,7 +78,7 @@ def test_more_memory_costs_no_more_flops() -> None:
     for key, result in KEPT.items():
         held = [found for found in result["budgets"].values() if "extra_flops" in found]
         for more, less in itertools.pairwise(held):
-            is_faster, has_missed = more["extra_time"] < less["extra_time"], more["compilations"] > 2
+            is_faster, has_missed = more.get("extra_time", 0.0) < less.get("extra_time", 0.0), more["compilations"] > 2
             assert is_faster or has_missed or more["extra_flops"] <= less["extra_flops"] + 0.05, key
 
 
