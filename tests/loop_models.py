@@ -77,23 +77,11 @@ def all_hidden():
 
 
 def lstm():
-    def loss(p, xs):
-        def body(carry, x):
-            h, c = carry
-            i, f, g, o = jnp.split(jnp.concatenate([x, h], -1) @ p["w"] + p["b"], 4, -1)
-            c = jax.nn.sigmoid(f) * c + jax.nn.sigmoid(i) * jnp.tanh(g)
-            return (jax.nn.sigmoid(o) * jnp.tanh(c), c), None
-
-        zero = jnp.zeros((BATCH, WIDTH))
-        (h, _), _ = lax.scan(body, (zero, zero), xs)
-        return (h**2).mean()
-
-    params = {"w": normal(0, 2 * WIDTH, 4 * WIDTH), "b": jnp.zeros(4 * WIDTH)}
-    return step_of(loss, params, sequence(), tx=optax.adam(1e-2))
+    return long_lstm(LENGTH, WIDTH, BATCH)
 
 
 def long_lstm(length, width=32, batch=8):
-    """Adam on the last state of a recurrent network of any length; not one of `MODELS`."""
+    """Adam on the last state of a recurrent network of any length."""
     params = {"w": normal(0, 2 * width, 4 * width), "b": jnp.zeros(4 * width)}
     tx = optax.adam(1e-2)
 

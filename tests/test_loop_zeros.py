@@ -89,19 +89,6 @@ def test_a_loop_of_one_turn_is_none(reverse: bool) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def test_what_is_changed_twice_where_it_lies_is_one_array() -> None:
-    """A stack that one loop carries, of which two slices are changed behind it."""
-
-    def fun(x: jax.Array, weight: jax.Array) -> jax.Array:
-        stack = jnp.tanh(x @ weight)
-        for at in (3, 5):
-            stack = lax.dynamic_update_index_in_dim(stack, stack[at] * 2.0 + 1.0, at, 0)
-        return lax.sort(stack, dimension=0).sum()
-
-    expected, compiled = foreseen_and_compiled(fun, XS, WEIGHT, target="cpu")
-    assert expected == pytest.approx(compiled, abs=0.1 * STACK)
-
-
 @pytest.mark.parametrize(
     ("length", "width", "arrays"),
     [

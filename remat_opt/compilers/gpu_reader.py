@@ -75,7 +75,7 @@ class GpuReader(ScatterReader):
         if equation.primitive is P.conv_general_dilated_p:
             return self.convolution(equation, op)
         if equation.primitive is P.scan_p:
-            return self.loop(equation, self.with_places(equation, op) if self.makes_zeros_at_once else op)
+            return self.loop(equation, self.with_places(equation, op))
         if equation.primitive in WINDOWED or equation.primitive is P.scatter_add_p:  # loops that compute what they read
             return [op.but(kind=Kind.REDUCTION)]
         if equation.primitive is P.gather_p or draws_by_arithmetic(equation, self.program):

@@ -27,6 +27,8 @@ class LoopReader(Reader):
     def with_places(self, equation: Equation, loop: Op) -> Op:
         """A loop that changes zeros into its stacks, and into what it carries that begins as zeros. Stacks of the same
         values are one (`while_loop_simplifier.cc`, repeated indices of a tuple)."""
+        if not self.makes_zeros_at_once:
+            return loop
         constants, carries = compat.scan_counts(equation.params)
         results = {x for x in self.program.outputs if isinstance(x, int)}
         *_, token = loop.outputs
