@@ -9,6 +9,7 @@ from jax.extend.core import primitives as P
 from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_kernels import Kernels, Order, is_gradient_by_kernel, orders_of_loop
+from remat_opt.compilers.gpu_stacks import orders_in_body
 from remat_opt.compilers.gpu_work import BLOCK, copy_of
 from remat_opt.compilers.loop_reader import LoopReader
 from remat_opt.graph.build import PeakOfBody
@@ -157,7 +158,23 @@ class ConvolutionReader(LoopReader):
                 copies, (made,) = self.in_order(moved, order)
                 before += copies
                 op = _reading(op, self.buffer(moved), made)
+        copies, op = self.with_stacks_turned(equation, op)
+        before += copies
         return [*before, op, *reversed(behind)]  # of what is worth the same the compiler does the last first
+
+    def with_stacks_turned(self, equation: Equation, op: Op) -> tuple[list[Op], Op]:
+        """A loop that reads copies of stacks where these lie in another order, and those copies."""
+        given, made = orders_in_body(equation.params)
+        copies: list[Op] = []
+        for value, order in zip(equation.inputs, given, strict=True):
+            if isinstance(value, int) and value not in self.constants and self.kernels.is_moved(value, order):
+                more, (copy,) = self.in_order(value, order)
+                copies += more
+                op = _reading(op, self.buffer(value), copy)
+        for value, order in zip(equation.outputs, made, strict=True):
+            if order is not None:
+                self.kernels.lying[value] = (0, *(axis + 1 for axis in order))
+        return copies, op
 
     def carried(self, given: int | None, last: int, order: Order, op: Op) -> tuple[Op, list[Op], list[Op]]:
         """A loop that carries a kernel in an order, with what copies it before and behind the loop.

@@ -15,6 +15,7 @@ from remat_opt.compilers.gpu_fusion import Work
 from remat_opt.compilers.gpu_work import BLOCK
 from remat_opt.graph.build import op_of, workspace_of
 from remat_opt.graph.graph import Kind, Op
+from remat_opt.graph.ordering import ZEROS
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.masks import is_zero
@@ -47,13 +48,28 @@ class ScatterReader(ConvolutionReader):
 
     def make_changed_zeros(self) -> None:
         """Make all zeros of one shape that scatters and loops write into at once: the compiler sees one array of zeros,
-        of which each changes a copy, and copies them as soon as it is there."""
+        of which each changes a copy, and copies them as soon as it is there.
+
+        The array itself is for the last that changes one, if it waits for all others. Where none does, all change
+        copies; the array is in none's way later, but does not wait for a reader when kernels are ordered.
+        """
         for key, places in self.begun.items():
             self.changed_zeros.setdefault(key, []).extend(places)
         for places in self.changed_zeros.values():
-            first = next(at for at, op in enumerate(self.ops) if not {*places}.isdisjoint(op.inputs))
-            self.ops.insert(first, Op((), tuple(places), name="zeros"))
-            self.equations.insert(first, self.equations[first])
+            changing = {next(at for at, op in enumerate(self.ops) if place in op.inputs) for place in places}
+            made = [*places] if self.waits_for_all(sorted(changing)) else [*places, self.new(0)]
+            self.ops.insert(min(changing), Op((), tuple(made), name=ZEROS))
+            self.equations.insert(min(changing), self.equations[min(changing)])
+
+    def waits_for_all(self, changing: Sequence[int]) -> bool:
+        """Whether the last of some ops waits for all others."""
+        *others, last = changing
+        waited_for = {*self.ops[last].inputs}
+        for at in range(last - 1, -1, -1):
+            if not waited_for.isdisjoint(self.ops[at].outputs):
+                waited_for.update(self.ops[at].inputs)
+                others = [other for other in others if other != at]
+        return not others
 
     def pooled_backwards(self, equation: Equation) -> Sequence[Op]:
         """A max-pool's backward as it is expanded: a reduction of each window to its maximum and that one's indices,

@@ -22,6 +22,7 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 
 LOOPS = frozenset({"scan", "while"})
+ZEROS = "zeros"  # ops that make them for all who change them
 _WITHIN_OUR_KNOWLEDGE = 0.01  # of a peak: what one of a GPU's orders seems to spare is less than what is not known
 
 
@@ -236,7 +237,10 @@ def _roots(graph: Graph) -> list[int]:
 
 
 def _post_order(
-    roots: Sequence[int], makers: Sequence[Sequence[int]], first: Callable[[int], tuple]
+    roots: Sequence[int],
+    makers: Sequence[Sequence[int]],
+    first: Callable[[int], tuple],
+    before: Sequence[int] = (),
 ) -> tuple[int, ...]:
     """What each result needs, depth first, what an op needs in the order of a key; then all else.
 
@@ -244,10 +248,11 @@ def _post_order(
         roots: what makes the results.
         makers: of each op what it needs.
         first: the key.
+        before: what comes before all results.
     """
     order: list[int] = []
     done = [False] * len(makers)
-    for root in (*sorted(roots, key=first), *range(len(makers))):
+    for root in (*before, *sorted(roots, key=first), *range(len(makers))):
         stack = [(root, False)]
         while stack:
             op, is_ready = stack.pop()
@@ -266,7 +271,7 @@ def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int,
     """What each result needs, depth first: operands with the most users behind them first, then the largest.
 
     Both are counted once for each way to them, and so are at most as many as there are in all; sizes at most what the
-    compiler had listed until then.
+    compiler had listed until then. Of zeros each array is taken out by an instruction of its own, which is a way.
 
     Args:
         graph: of kernels.
@@ -278,12 +283,49 @@ def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int,
     total, most = 0, _instructions(graph) if listed is None else len(listed)
     handed_on = _handed_on(graph)
     makers = _makers(graph, handed_on)
+    ways = _ways(graph, makers, handed_on)
     roots = _roots(graph)
     for index in _post_order(roots, makers, lambda op: ()) if listed is None else listed:
         op = graph.ops[index]
-        users = _users(graph, op, handed_on)
+        users = len(op.outputs) if _is_taken_apart(op) else len(_users(graph, op, handed_on))
         made = sum(graph.sizes[value] for value in op.outputs)
         total += made
-        extra[index] = min(max(len(users) - 1, 0) + sum(extra[m] for m in makers[index]), most)
-        sizes[index] = min(made + sum(sizes[m] for m in makers[index]), total)
-    return _post_order(roots, makers, lambda op: (-extra[op], -sizes[op], op))
+        behind = sum(sum(extra[m] + more for more in ways[index][m]) for m in makers[index])
+        extra[index] = min(max(users - 1, 0) + behind, most)
+        sizes[index] = min(made + sum(len(ways[index][m]) * sizes[m] for m in makers[index]), total)
+    return _post_order(roots, makers, lambda op: (-extra[op], -sizes[op], op), _read_by_none(graph))
+
+
+def _read_by_none(graph: Graph) -> list[int]:
+    """Zeros of which one array is a result that nobody reads, which the compiler visits before all that is read."""
+    return [
+        index
+        for index, op in enumerate(graph.ops)
+        if op.name == ZEROS and any(not graph.users[value] and not graph.sizes[value] for value in op.outputs)
+    ]
+
+
+def _is_taken_apart(op: Op) -> bool:
+    """Whether an op has several results, each of which is taken out by an instruction of its own, for certain: of other
+    kernels the compiler may have made one with what reads their results."""
+    return op.name == ZEROS and len(op.outputs) > 1
+
+
+def _ways(
+    graph: Graph, makers: Sequence[Sequence[int]], handed_on: Sequence[frozenset[int]]
+) -> list[dict[int, list[int]]]:
+    """For each op, of each that it has something from, each result that it has, as the number of that one's users but
+    for one; of ops with one result 0, as these users are the op's."""
+    found = []
+    for op, known, behind in zip(graph.ops, makers, handed_on, strict=True):
+        ways: dict[int, list[int]] = {maker: [] for maker in known}
+        for value in op.inputs:
+            maker = graph.producer[value]
+            if maker < 0 or value in behind:
+                continue
+            if not _is_taken_apart(graph.ops[maker]):
+                ways[maker] = [0]
+                continue
+            ways[maker].append(len(graph.users[value]) - 1)
+        found.append(ways)
+    return found
