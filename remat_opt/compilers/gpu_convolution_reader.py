@@ -167,7 +167,9 @@ class ConvolutionReader(LoopReader):
         given, made = orders_in_body(equation.params)
         copies: list[Op] = []
         for value, order in zip(equation.inputs, given, strict=True):
-            if isinstance(value, int) and value not in self.constants and self.kernels.is_moved(value, order):
+            if not isinstance(value, int) or value in self.constants or order is None:
+                continue
+            if self.kernels.is_moved(value, order):
                 more, (copy,) = self.in_order(value, order)
                 copies += more
                 op = _reading(op, self.buffer(value), copy)
