@@ -1,11 +1,11 @@
 """What lies as a TPU's products have it that make gradients of weights with two dimensions of features.
 
-Of features in two dimensions, as ten splines at each of 784 figures, a product that sums over both, or makes both, has
-the larger one in its tiles, beside the batch, and the smaller one outside: so they pad least, too. A gradient of weights
-(784, 10, outputs) is made in that order, with the last features in the sublanes, where these fill them, and the first
-ones do not fill the lanes. Then the features that are summed over the batch for it lie in the same order, batch in the
-lanes. XLA's layout assignment hands that on to all that elementwise work, barriers and cuts connect with them, of which
-some may pad much more: eight splines are made of nine, and these of ten, which fill sixteen sublanes.
+Of features in two dimensions, as ten splines at each of 784 figures, products that sum over both, or make both, have
+the larger one in the tiles beside the batch, and the smaller one outside: so they pad least, too. A gradient of
+weights (784, 8, outputs) is made in that order, with the last features in the sublanes, where they fill these and the
+first ones do not fill the lanes; what is summed over the batch for it then lies in the same order, batch in the lanes.
+XLA's layout assignment hands that on to all that elementwise work, barriers and cuts connect with it, of which some may
+pad much more: eight splines are made of nine, and these of ten, which take sixteen sublanes.
 
 The last product that reads any of it decides, so that one that sums over both follows its gradient. Where a product
 makes some of it, as cotangents of the features, that decides.
@@ -40,7 +40,7 @@ def lying_for_gradients(program: Program) -> Mapping[int, tuple[int, int]]:
 
 
 def _read(product: Equation, program: Program, turned: Mapping[int, Sequence[int]]) -> dict[int, tuple[int, int]]:
-    """Features in two dimensions that a product sums over their batch for weights in the same order, where these lie so:
+    """Features in two dimensions that a product sums over their batch for weights in the same order, and that lie so:
     which dimensions are in the lanes and sublanes."""
     contracted, batch = product.params["dimension_numbers"]
     shapes = [program.aval_of(x).shape for x in product.inputs]
