@@ -52,6 +52,22 @@ def test_features_that_fill_no_sublanes_are_outside_of_the_tiles() -> None:
     assert not _lying(gradient(16), 768, 16)  # the other ones fill the lanes
 
 
+@pytest.mark.parametrize(("batch", "features", "tile"), [(8, 8, (0, 2)), (64, 64, (0, 2)), (48, 64, (2, 0))])
+def test_batch_or_last_features_are_in_the_lanes(batch: int, features: int, tile: tuple[int, int]) -> None:
+    """As found in the compiler's layouts."""
+    assert _lying(gradient(features), 95, features, batch) == {tile}
+
+
+def test_sequences_of_features_lie_as_they_pad_least() -> None:
+    """What a dense layer sums over comes last there, and is in the sublanes."""
+
+    def dense(weights: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.exp(jnp.sin(x)) @ weights
+
+    jaxpr = jax.make_jaxpr(dense)(array(48, OUTPUTS), array(95, 64, 48))
+    assert not lying_for_gradients(inline(jaxpr, with_barriers=True, keep_names=False))
+
+
 def test_cotangents_of_the_features_decide_how_these_lie() -> None:
     assert not _lying(gradient(8, of_features=True), 784, 8)
 
@@ -84,7 +100,7 @@ def test_what_is_read_at_other_places_is_no_place_for_a_result(read: Callable, a
     assert found == pytest.approx(arrays * rows * 104 * 4, rel=0.05)
 
 
-def _lying(function: Callable, figures: int, count: int) -> set[tuple[int, int]]:
+def _lying(function: Callable, figures: int, count: int, batch: int = BATCH) -> set[tuple[int, int]]:
     """In which tiles lies what is made for a gradient."""
-    jaxpr = jax.make_jaxpr(function)(weights_of(figures, count), array(BATCH, figures))
+    jaxpr = jax.make_jaxpr(function)(weights_of(figures, count), array(batch, figures))
     return set(lying_for_gradients(inline(jaxpr, with_barriers=True, keep_names=False)).values())
