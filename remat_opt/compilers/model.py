@@ -179,7 +179,7 @@ def _kernels(reader: Reader, unfused: Graph) -> Graph:
         elements = [aval.size for aval in avals] + [0] * (len(unfused.sizes) - len(avals))
         unfused = with_numbers_apart(with_results_computed(unfused, elements), elements)
         unfused = in_tiles(reader, with_pieces_beside(unfused, elements), narrow=False)
-        fused = fuse(unfused, by_kernels=True, cut_from_buffers=True, copied=widened(unfused)).graph
+        fused = fuse(unfused, by_kernels=True, cut_from_buffers=True, copied=widened(unfused), moving=tpu.MOVING).graph
         numbers = frozenset(value for value, count in enumerate(elements) if count == 1)
         fused = with_small_tables(with_widened_beside(fused), reader.accumulated(), numbers, tpu.PAGE)
         fused = with_loops_joined(fused, reader.shapes_of_loops(), elements, reader.accumulated())
@@ -229,9 +229,9 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         platform: whose compiler. XLA shares places with direct operands only (`heap_simulator.cc`). What a barrier
             returns a kernel does not read from there, but from an instruction that takes a tuple apart; on a GPU so
             does what reads a convolution's result, and on a TPU what reads one of several results (`Op.in_tuple`). The
-            CPU's loops write over what they read at the same places alone
-            (`HloDataflowAnalysis::CanShareOperandBufferWithUser`), and not over what is gathered: that has a dimension
-            of one more (`gather_simplifier.cc`), so that they mostly read it as a view.
+            loops of CPU and TPU write over what they read at the same places alone
+            (`HloDataflowAnalysis::CanShareOperandBufferWithUser`), and the CPU's not over what is gathered: that has a
+            dimension of one more (`gather_simplifier.cc`), so that they mostly read it as a view.
     """
     last = {value: index for index, op in enumerate(graph.ops) for value in op.inputs}
     kept = {*graph.inputs, *graph.outputs, *(_parts_of_tuples(graph) if platform in GPUS else ())}
@@ -245,8 +245,8 @@ def shared_places(graph: Graph, platform: str = "") -> dict[int, int]:
         if not is_by_elements or op.changed_later:
             continue
         behind = held_by(graph, op) if platform == "cpu" or platform in GPUS else ()
-        not_at_places = {*op.moved_of, *gathered} if platform == "cpu" else op.rows_of
-        taken = {*behind, *not_at_places}
+        at_other_places = op.moved_of if platform in ("cpu", "tpu") else op.rows_of
+        taken = {*behind, *at_other_places, *(gathered if platform == "cpu" else ())}
         # By ids of before arguments were copied: what is no operand any more stands for nothing.
         read = [v for v in op.inputs if v in op.written_over] if op.written_over else op.inputs
         free = [v for v in read if last[v] == index and v not in read_only and v not in taken]

@@ -33,6 +33,7 @@ from remat_opt.compilers.tpu_clock import CHIP_TIMES, RUNS_OF_A_BODY, Clock, ban
 from remat_opt.compilers.tpu_cuts import with_cuts_put_off
 from remat_opt.compilers.tpu_fusion import NUMBER
 from remat_opt.compilers.tpu_tables import has_several_results
+from remat_opt.graph import fusion
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import Lives, peak_of, simulate
@@ -45,6 +46,7 @@ SLICED_FROM = 2**20
 TABLES_OF_SLICES = 8
 _NUMBER = 512  # bytes that a single number takes; each begins a page, of a random key both
 _TABLES = "tables"
+MOVING = fusion.MOVING - {P.transpose_p.name}  # what is turned lies as it did, where layouts are free
 # Where nearly all is on the chip, whether one array more finds a gap there is most of what the compiler reports, and a
 # matter of the order in which they are placed. That is by gains which we know to a few percent: in a gradient penalty,
 # planned, orders by gains as far from ours leave 4.5 to 13 MB outside (5.7 compiled). So a median of them is taken.

@@ -23,6 +23,7 @@ from remat_opt.compilers.equations import (
 from remat_opt.compilers.reader import Reader
 from remat_opt.compilers.tpu_clock import RUNS_OF_A_BODY
 from remat_opt.compilers.tpu_cutting import Cutting
+from remat_opt.compilers.tpu_gradients import lying_for_gradients
 from remat_opt.compilers.tpu_grouped_convolutions import Grouped
 from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
@@ -191,6 +192,11 @@ class TpuReader(Reader):
     def between_products(self) -> Mapping[int, int]:
         """What lies between products over a batch, with the places that it takes."""
         return lying_between(self.program, self.images_with_inputs)
+
+    @functools.cached_property
+    def for_gradients(self) -> Mapping[int, tuple[int, int]]:
+        """What lies as gradients of weights have it, with its dimensions in the lanes and sublanes."""
+        return lying_for_gradients(self.program)
 
     @functools.cached_property
     def scores_behind_barriers(self) -> frozenset[int]:

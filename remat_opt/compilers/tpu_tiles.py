@@ -12,6 +12,7 @@ from remat_opt.compilers.tpu_groups import joined_features
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.tiles import (
     bytes_with_features_or_batch_in_lanes,
+    bytes_with_lanes,
     bytes_without_features,
     has_batch_in_lanes,
     padded_bytes,
@@ -56,6 +57,8 @@ def in_tiles(reader: TpuReader, graph: Graph, *, narrow: bool = True) -> Graph:
             sizes[value] = bytes_without_features(aval.shape, item)
         elif value in reader.groups.lying_as_images:
             sizes[value] = padded_bytes(joined_features(aval.shape), item, is_image=True)
+        elif value in reader.for_gradients and value not in images:
+            sizes[value] = bytes_with_lanes(aval.shape, item, *reader.for_gradients[value])
         elif value in reader.as_products_read:
             sizes[value] = item * reader.as_products_read[value]
         else:

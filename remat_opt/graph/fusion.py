@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence, Set
 from typing import NamedTuple
 
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -238,6 +238,7 @@ def fuse(
     by_kernels: bool = False,
     cut_from_buffers: bool = False,
     copied: frozenset[int] = frozenset(),
+    moving: Set[str] = MOVING,
 ) -> Fusion:
     """Merge virtual values into the kernels that read them, by rules 1 to 3.
 
@@ -248,13 +249,14 @@ def fuse(
         cut_from_buffers: a slice that is stored is computed in no kernel with what it is cut from, and none is where
             anything else reads that, too.
         copied: as of `merge`; of these, those that are stored.
+        moving: as of `merge`.
     """
     sums: set[int] = set()
     stored = _stored(graph, sums if with_sums else None, by_kernels)
     for op in reversed(graph.ops) if cut_from_buffers else ():
         if op.name == "slice" and (any(stored[value] for value in op.outputs) or _is_one_of_several(graph, op)):
             stored[op.inputs[0]] = True
-    return merge(graph, stored, frozenset(value for value in copied if stored[value]), frozenset(sums))
+    return merge(graph, stored, frozenset(value for value in copied if stored[value]), frozenset(sums), moving)
 
 
 def _is_one_of_several(graph: Graph, op: Op) -> bool:
@@ -276,7 +278,11 @@ def kernels_of(graph: Graph, stored: Sequence[bool]) -> list[frozenset[int]]:
 
 
 def merge(
-    graph: Graph, stored: Sequence[bool], copied: frozenset[int] = frozenset(), sums: frozenset[int] = frozenset()
+    graph: Graph,
+    stored: Sequence[bool],
+    copied: frozenset[int] = frozenset(),
+    sums: frozenset[int] = frozenset(),
+    moving: Set[str] = MOVING,
 ) -> Fusion:
     """Merge values that are not stored into the kernels that read them.
 
@@ -286,6 +292,7 @@ def merge(
         copied: buffers that only readers of buffers read, and what reads them behind a barrier: all others compute them
             again from what they are made of.
         sums: as of `Fusion`.
+        moving: names of ops that read their operands at other places than they write.
     """
     made: dict[int, _Virtual] = {}
     virtual: dict[int, int] = {}
@@ -298,7 +305,7 @@ def merge(
         computed = [one for one in read.values() if one is not _BUFFER]
         inputs = _each_once((value,) if one is _BUFFER else one.sources for value, one in read.items())
         chain = _each_once(one.chain for one in computed)
-        moved = inputs if op.name in MOVING else _each_once(one.moved for one in computed)
+        moved = inputs if op.name in moving else _each_once(one.moved for one in computed)
         own_rows = (made[value].sources if value in made else (value,) for value in op.rows_of)
         rows = _each_once((*own_rows, *(one.rows for one in computed)))
         by_dear, beside = arithmetic.of(op, whole)

@@ -72,8 +72,10 @@ def padded_rows(shape: Sequence[int], item: int, count: int) -> int:
     return rows * min(_tiled_bytes(row, item, lanes, few, _few(row[few])) for lanes, few in pairs)
 
 
-def bytes_with_lanes(shape: Sequence[int], item: int, lanes: int) -> int:
-    """Bytes of an array of which one dimension is known to be in the lanes."""
+def bytes_with_lanes(shape: Sequence[int], item: int, lanes: int, sublanes: int | None = None) -> int:
+    """Bytes of an array of which one dimension is known to be in the lanes, and maybe one in the sublanes."""
+    if sublanes is not None:
+        return _tiled_bytes(shape, item, lanes, sublanes)
     others = [at for at in range(len(shape)) if at != lanes]
     if not others:
         return padded_bytes(shape, item)

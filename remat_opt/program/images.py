@@ -130,6 +130,13 @@ def connected_images(program: Program) -> Callable[[Iterable[int]], frozenset[in
     return lambda found: _reached(set(found), alike)
 
 
+def connected_arrays(program: Program) -> Callable[[Iterable[int]], frozenset[int]]:
+    """What finds to some arrays of three dimensions and more all that are reached over elementwise work, barriers, and
+    what cuts and joins arrays."""
+    alike = _alike(program, _cut_of_arrays(program, 3))
+    return lambda found: _reached(set(found), alike)
+
+
 def _alike(program: Program, more: Iterable[tuple[int, int]] = ()) -> Mapping[int, Sequence[int]]:
     """For each value those that are stored as it is, some pairs more of these included."""
     return _both_ways(itertools.chain(_held_alike(program), _done_alike(program), more))
@@ -196,12 +203,13 @@ def _renamed(program: Program) -> Iterator[tuple[int, int]]:
                 yield x, result
 
 
-def _cut_of_arrays(program: Program) -> Iterator[tuple[int, int]]:
-    """Operands and results of what cuts arrays or puts them together and leaves their dimensions as they are. (With one
-    dimension in space, as sounds have, XLA has that in the lanes of what is cut.)"""
+def _cut_of_arrays(program: Program, rank: int = 4) -> Iterator[tuple[int, int]]:
+    """Operands and results, of some dimensions at least, of what cuts arrays or puts them together and leaves their
+    dimensions as they are. (Of images with one dimension in space, as sounds have, XLA has that in the lanes of what is
+    cut.)"""
     for equation in program.equations:
         if equation.primitive not in (P.slice_p, P.pad_p, P.concatenate_p, P.rev_p, compat.split_p):
             continue
         for x, result in itertools.product(equation.inputs, equation.outputs):
-            if isinstance(x, int) and program.avals[x].ndim == program.avals[result].ndim > 3:
+            if isinstance(x, int) and program.avals[x].ndim == program.avals[result].ndim >= rank:
                 yield x, result
