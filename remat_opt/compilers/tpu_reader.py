@@ -28,9 +28,11 @@ from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
 from remat_opt.compilers.tpu_parts import Parts, parts_of
+from remat_opt.compilers.tpu_meetings import with_meetings
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
 from remat_opt.compilers.tpu_rows import Rows, with_row_copies
+from remat_opt.compilers.tpu_tiles import stacks_of_images
 from remat_opt.compilers.tpu_turned import Turned
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import (
@@ -128,6 +130,7 @@ class TpuReader(Reader):
             self.ops.append(op)
             self.equations.append(self.producer[value])
             self.same[value] = op.outputs
+        with_meetings(self, stacks_of_images(self))
         super().finish()
 
     def may_go(self, op: Op, equation: Equation) -> bool:
