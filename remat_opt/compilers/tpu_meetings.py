@@ -28,26 +28,29 @@ if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
 
 
-def with_meetings(reader: TpuReader, stacks: Set[int]) -> None:
+def with_meetings(reader: TpuReader, stacks: Set[int]) -> Set[int]:
     """Have a reader's ops store what elementwise work makes of stacks of images and of what lies otherwise, and others
-    read across."""
+    read across. Returns what of it lies as the stacks."""
     program = reader.program
-    stacks = _behind_barriers(program, stacks)
+    stacks, given = _behind_barriers(program, stacks), _as_given(program)
     shapes = {program.avals[stack].shape for stack in stacks if _lies_apart(program.avals[stack].shape)}
-    stored, same = set[int](), dict[int, int]()
+    stored, alike, same = set[int](), set[int](), dict[int, int]()
     for shape in shapes:
         work = [equation for equation in program.equations if _is_work(equation, program, shape)]
-        for meeting in _meetings(work, program, stacks):
+        for meeting in _meetings(work, program, stacks, given):
             unchanged = _unchanged(meeting)
             same.update(unchanged)
-            stored |= _read_across(meeting, program, stacks, unchanged)
+            as_stacks = _lying_as_stacks(meeting, program, stacks, given, unchanged)
+            stored |= _read_across(meeting, program, as_stacks, unchanged)
+            alike |= as_stacks
     if not stored:
-        return
+        return alike
     for at, op in enumerate(reader.ops):
         if op.kind is Kind.ELEMENTWISE:
             inputs = dict.fromkeys(buffer for value in op.inputs for buffer in reader.behind([same.get(value, value)]))
             is_stored = not stored.isdisjoint(op.outputs)
             reader.ops[at] = op.but(inputs=tuple(inputs), repeatable=op.repeatable and not is_stored)
+    return alike
 
 
 def _lies_apart(shape: tuple[int, ...]) -> bool:
@@ -78,7 +81,7 @@ def _unchanged(work: list[Equation]) -> Mapping[int, int]:
     return same
 
 
-def _meetings(work: list[Equation], program: Program, stacks: Set[int]) -> Iterator[list[Equation]]:
+def _meetings(work: list[Equation], program: Program, stacks: Set[int], given: Set[int]) -> Iterator[list[Equation]]:
     """The parts of the work, each connected, that have a stack among their operands and what the program is given."""
     place: dict[int, int] = {}  # of each value the group
 
@@ -87,7 +90,6 @@ def _meetings(work: list[Equation], program: Program, stacks: Set[int]) -> Itera
             value = place[value]
         return value
 
-    given = _as_given(program)
     for equation in work:
         for x in _arrays(equation, program):
             place[group_of(x)] = group_of(equation.outputs[0])
@@ -118,18 +120,28 @@ def _behind_barriers(program: Program, values: Iterable[int], others: Set[Primit
     return frozenset(found)
 
 
-def _read_across(meeting: list[Equation], program: Program, stacks: Set[int], same: Mapping[int, int]) -> set[int]:
+def _lying_as_stacks(
+    meeting: list[Equation], program: Program, stacks: Set[int], given: Set[int], same: Mapping[int, int]
+) -> set[int]:
+    """What is made of stacks themselves, or of zeros and other numbers than truths, and not of what is given."""
     zeros = {e.outputs[0] for e in program.equations if e.primitive is P.broadcast_in_dim_p and is_zero(e.inputs[0])}
-    as_stacks, made = set(stacks), set[int]()
-    for equation in meeting:
-        (result, *_) = equation.outputs
-        read = {same.get(x, x) for x in equation.inputs if isinstance(x, int)}
-        has_zeros = any(is_zero(x) if isinstance(x, Constant) else x in zeros for x in equation.inputs)
-        if result not in same:
-            made.add(result)
-            if not stacks.isdisjoint(read) or has_zeros:
-                as_stacks.add(result)
     found: set[int] = set()
+    for equation in meeting:
+        read = {same.get(x, x) for x in _arrays(equation, program)}
+        has_zeros = any(is_zero(x) if isinstance(x, Constant) else x in zeros for x in equation.inputs)
+        has_numbers = any(program.avals[x].dtype != bool and x not in zeros for x in read)
+        is_alike = not stacks.isdisjoint(read) or (has_zeros and has_numbers)
+        if is_alike and given.isdisjoint(read) and equation.outputs[0] not in same:
+            found.update(equation.outputs)
+    return found
+
+
+def _read_across(
+    meeting: list[Equation], program: Program, as_stacks: Set[int], same: Mapping[int, int]
+) -> set[int]:
+    """What is made in a meeting and read by work of which the result lies otherwise."""
+    found: set[int] = set()
+    made = {value for equation in meeting for value in equation.outputs}
     for equation in meeting:
         if equation.outputs[0] not in same:
             read = {same.get(x, x) for x in _arrays(equation, program)}

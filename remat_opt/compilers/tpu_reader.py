@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
@@ -57,6 +57,7 @@ class TpuReader(Reader):
         images_of_bodies: in the same way which of its results are images, by their places.
         seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
+        as_stacks: what lies as the stacks of images that it is made of, once the program is read.
     """
 
     bodies: Mapping[int, tuple[tuple[int, int, int], ...]]
@@ -64,6 +65,7 @@ class TpuReader(Reader):
     images_of_bodies: Mapping[int, frozenset[int]]
     seconds_of_body: Callable[..., float]
     loop: tuple[int, int] | None = None
+    as_stacks: Set[int] = frozenset()
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:
@@ -130,7 +132,7 @@ class TpuReader(Reader):
             self.ops.append(op)
             self.equations.append(self.producer[value])
             self.same[value] = op.outputs
-        with_meetings(self, stacks_of_images(self))
+        self.as_stacks = with_meetings(self, stacks_of_images(self))
         super().finish()
 
     def may_go(self, op: Op, equation: Equation) -> bool:

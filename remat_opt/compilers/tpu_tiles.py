@@ -31,7 +31,7 @@ def in_tiles(reader: TpuReader, graph: Graph, *, narrow: bool = True) -> Graph:
         graph: of ops or of kernels.
         narrow: whether what only products read takes two bytes an element: not before the kernels are known.
     """
-    images, stacks = reader.images, stacks_of_images(reader)
+    images, stacks = reader.images, stacks_of_images(reader) | reader.as_stacks
     joined, split = _joined_by_batch(reader, images), with_split_batch(reader.program)
     featureless = without_features(reader.program, images)
     sizes = list(graph.sizes)
