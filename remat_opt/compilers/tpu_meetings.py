@@ -9,7 +9,7 @@ across is stored, however little arithmetic it is.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import TYPE_CHECKING
 
 from jax.extend.core import Primitive
@@ -37,11 +37,17 @@ def with_meetings(reader: TpuReader, stacks: Set[int]) -> Set[int]:
     stored, alike, same = set[int](), set[int](), dict[int, int]()
     for shape in shapes:
         work = [equation for equation in program.equations if _is_work(equation, program, shape)]
-        for meeting in _meetings(work, program, stacks, given):
-            unchanged = _unchanged(meeting)
+        for part in _connected(work, program):
+            read = {x for equation in part for x in _arrays(equation, program)}
+            if stacks.isdisjoint(read):
+                continue
+            if given.isdisjoint(read):
+                alike.update(value for equation in part for value in equation.outputs)
+                continue
+            unchanged = _unchanged(part)
             same.update(unchanged)
-            as_stacks = _lying_as_stacks(meeting, program, stacks, given, unchanged)
-            stored |= _read_across(meeting, program, as_stacks, unchanged)
+            as_stacks = _lying_as_stacks(part, program, stacks, given, unchanged)
+            stored |= _read_across(part, program, as_stacks, unchanged)
             alike |= as_stacks
     if not stored:
         return alike
@@ -81,21 +87,22 @@ def _unchanged(work: list[Equation]) -> Mapping[int, int]:
     return same
 
 
-def _meetings(work: list[Equation], program: Program, stacks: Set[int], given: Set[int]) -> Iterator[list[Equation]]:
-    """The parts of the work, each connected, that have a stack among their operands and what the program is given."""
-    place: dict[int, int] = {}  # of each value the group
+def _connected(work: list[Equation], program: Program) -> list[list[Equation]]:
+    """The work in parts that have no array in common."""
+    place: dict[int, int] = {}  # of each value the part
 
-    def group_of(value: int) -> int:
+    def part_of(value: int) -> int:
         while place.setdefault(value, value) != value:
             value = place[value]
         return value
 
     for equation in work:
         for x in _arrays(equation, program):
-            place[group_of(x)] = group_of(equation.outputs[0])
-    with_stacks = {group_of(value) for value in place if value in stacks}
-    for group in sorted(with_stacks & {group_of(value) for value in list(place) if value in given}):
-        yield [equation for equation in work if group_of(equation.outputs[0]) == group]
+            place[part_of(x)] = part_of(equation.outputs[0])
+    parts: dict[int, list[Equation]] = {}
+    for equation in work:
+        parts.setdefault(part_of(equation.outputs[0]), []).append(equation)
+    return list(parts.values())
 
 
 def _arrays(equation: Equation, program: Program) -> list[int]:

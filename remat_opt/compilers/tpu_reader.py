@@ -223,8 +223,8 @@ class TpuReader(Reader):
                 op.workspace + waiting,
             )
             tables = sum(self.tables.get(id(jaxpr), 0) for jaxpr in compat.jaxprs_in(equation.params))
-            op = dataclasses.replace(
-                op, inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside
+            op = op.but(
+                inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside, in_tuple=True
             )
             return [*rounded.values(), op]
         if equation.primitive is P.fft_p:
