@@ -17,8 +17,6 @@ from jax.extend.core import primitives as P
 
 from remat_opt.graph.graph import Kind
 from remat_opt.graph.tiles import SUBLANES
-from remat_opt.graph.graph import Kind
-from remat_opt.graph.tiles import SUBLANES
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
@@ -53,9 +51,9 @@ def with_meetings(reader: TpuReader, stacks: Set[int]) -> Set[int]:
         return alike
     for at, op in enumerate(reader.ops):
         if op.kind is Kind.ELEMENTWISE:
-            inputs = dict.fromkeys(buffer for value in op.inputs for buffer in reader.behind([same.get(value, value)]))
-            is_stored = not stored.isdisjoint(op.outputs)
-            reader.ops[at] = op.but(inputs=tuple(inputs), repeatable=op.repeatable and not is_stored)
+            read = (reader.behind([same[value]]) if value in same else (value,) for value in op.inputs)
+            inputs = tuple(dict.fromkeys(buffer for buffers in read for buffer in buffers))
+            reader.ops[at] = op.but(inputs=inputs, repeatable=op.repeatable and stored.isdisjoint(op.outputs))
     return alike
 
 
