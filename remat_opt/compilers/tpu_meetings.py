@@ -141,9 +141,7 @@ def _lying_as_stacks(
     return found
 
 
-def _read_across(
-    meeting: list[Equation], program: Program, as_stacks: Set[int], same: Mapping[int, int]
-) -> set[int]:
+def _read_across(meeting: list[Equation], program: Program, as_stacks: Set[int], same: Mapping[int, int]) -> set[int]:
     """What is made in a meeting and read by work of which the result lies otherwise."""
     found: set[int] = set()
     made = {value for equation in meeting for value in equation.outputs}

@@ -27,8 +27,8 @@ from remat_opt.compilers.tpu_grouped_convolutions import Grouped
 from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
-from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_meetings import with_meetings
+from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
 from remat_opt.compilers.tpu_rows import Rows, with_row_copies

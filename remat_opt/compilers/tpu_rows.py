@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
 
 MOST_DEAR = 1  # that are done row by row
-MOST_SUMS = 2
+MOST_SUMS = 2  # over vectors that elementwise work connects, which lie row by row
 _Equations = frozenset[Equation]
 
 
