@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 
 import jax.numpy as jnp
 from jax.extend.core import primitives as P
@@ -28,10 +28,12 @@ from remat_opt.compilers.tpu_grouped_convolutions import Grouped
 from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
+from remat_opt.compilers.tpu_meetings import with_meetings
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
 from remat_opt.compilers.tpu_rows import Rows, with_row_copies
+from remat_opt.compilers.tpu_tiles import stacks_of_images
 from remat_opt.compilers.tpu_turned import Turned
 from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.tiles import (
@@ -56,6 +58,7 @@ class TpuReader(Reader):
         images_of_bodies: in the same way which of its results are images, by their places.
         seconds_of_body: the time that XLA takes one run of a body to need; its arguments are `peak_of_body`'s.
         loop: of a loop's body how many constants it is given first, and how much it carries behind these.
+        as_stacks: what lies as the stacks of images that it is made of, once the program is read.
     """
 
     bodies: Mapping[int, tuple[tuple[int, int, int], ...]]
@@ -63,6 +66,7 @@ class TpuReader(Reader):
     images_of_bodies: Mapping[int, frozenset[int]]
     seconds_of_body: Callable[..., float]
     loop: tuple[int, int] | None = None
+    as_stacks: Set[int] = frozenset()
 
     @functools.cached_property
     def rounded(self) -> frozenset[int]:
@@ -129,6 +133,7 @@ class TpuReader(Reader):
             self.ops.append(op)
             self.equations.append(self.producer[value])
             self.same[value] = op.outputs
+        self.as_stacks = with_meetings(self, stacks_of_images(self))
         super().finish()
 
     def may_go(self, op: Op, equation: Equation) -> bool:
@@ -224,8 +229,8 @@ class TpuReader(Reader):
                 op.workspace + waiting,
             )
             tables = sum(self.tables.get(id(jaxpr), 0) for jaxpr in compat.jaxprs_in(equation.params))
-            op = dataclasses.replace(
-                op, inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside
+            op = op.but(
+                inputs=inputs, seconds=seconds, workspace=workspace, tables=tables, inside=inside, in_tuple=True
             )
             return [*rounded.values(), op]
         if equation.primitive is P.fft_p:

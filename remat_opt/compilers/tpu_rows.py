@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from jax import lax
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.graph import Op
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from remat_opt.compilers.tpu_reader import TpuReader
 
 MOST_DEAR = 1  # that are done row by row
-MOST_SUMS = 2
+MOST_SUMS = 2  # over vectors that elementwise work connects, which lie row by row
 _Equations = frozenset[Equation]
 
 
@@ -42,6 +43,7 @@ class Rows:
         self._dear: dict[int, _Equations] = {}  # for each value of rows the dear work since its gather
         self._groups = _Groups()
         self._sums: list[int] = []  # vectors that are summed up
+        self._filled: list[int] = []  # gathered, with zeros where the index is out of bounds
         self._fixed: list[int] = []  # vectors that are made of rows with more dimensions
         for equation in program.equations:
             if equation.primitive is compat.barrier_p:
@@ -50,7 +52,7 @@ class Rows:
                 self._read(equation)
         sums = [self._groups.of(value) for value in self._sums]
         fixed = {self._groups.of(value) for value in self._fixed}
-        packed = {group for group in sums if sums.count(group) > MOST_SUMS} - fixed
+        packed = self._with_filled({group for group in sums if sums.count(group) > MOST_SUMS} - fixed) - fixed
         self.packed = {
             value: count
             for value, count in self._counts.items()
@@ -62,15 +64,14 @@ class Rows:
         for x, result in zip(barrier.inputs, barrier.outputs, strict=True):
             if isinstance(x, int) and x in self._counts:
                 self._counts[result], self._dear[result] = self._counts[x], self._dear[x]
-                self._groups.join(x, result)
 
     def _read(self, equation: Equation) -> None:
         operands = [x for x in equation.inputs if isinstance(x, int) and (x in self._counts or x in self._free)]
         if equation.primitive in REDUCTION:
             self._sums += [x for x in operands if x in self._counts and self._is_wide(x)]
         count, work = _gathered(equation, self._program), frozenset[Equation]()
-        if count or equation.primitive is P.scatter_add_p:
-            self._join_ends(equation)
+        if count and equation.params["mode"] is lax.GatherScatterMode.FILL_OR_DROP:
+            self._filled += equation.outputs
         if not count:
             count = _passed_on(equation, self._program, self._counts, self._free)
             if not count and _is_free(equation, self._program, self._free):
@@ -87,16 +88,16 @@ class Rows:
             if count and (len(work) <= MOST_DEAR or _is_of_vectors(result, count, self._program)):
                 self._counts[result], self._dear[result] = count, work
 
+    def _with_filled(self, packed: set[int]) -> set[int]:
+        """Groups that are packed, and those that have an array of zeros in common with them, as of several gathers
+        that fill up what is out of bounds."""
+        filled = [(self._program.avals[value].shape, self._groups.of(value)) for value in self._filled]
+        shapes = {shape for shape, group in filled if group in packed}
+        return packed | {group for shape, group in filled if shape in shapes}
+
     def _is_wide(self, value: int) -> bool:
         shape = self._program.avals[value].shape
         return len(shape) == 2 and shape[-1] > 1
-
-    def _join_ends(self, equation: Equation) -> None:
-        """Let what is gathered from a table of vectors, and what is scattered into it, lie alike."""
-        ends = (equation.inputs[0], equation.inputs[-1], equation.outputs[0])
-        tables = [x for x in ends if isinstance(x, int) and len(self._program.avals[x].shape) == 2]
-        for x in tables[1:]:
-            self._groups.join(tables[0], x)
 
 
 def _is_of_vectors(value: int, count: int, program: Program) -> bool:

@@ -32,7 +32,7 @@ def in_tiles(reader: TpuReader, graph: Graph, *, narrow: bool = True) -> Graph:
         graph: of ops or of kernels.
         narrow: whether what only products read takes two bytes an element: not before the kernels are known.
     """
-    images, stacks = reader.images, _stacks_of_images(reader)
+    images, stacks = reader.images, stacks_of_images(reader) | reader.as_stacks
     joined, split = _joined_by_batch(reader, images), with_split_batch(reader.program)
     featureless = without_features(reader.program, images)
     sizes = list(graph.sizes)
@@ -70,7 +70,7 @@ def in_tiles(reader: TpuReader, graph: Graph, *, narrow: bool = True) -> Graph:
     return dataclasses.replace(graph, sizes=tuple(sizes))
 
 
-def _stacks_of_images(reader: TpuReader) -> frozenset[int]:
+def stacks_of_images(reader: TpuReader) -> frozenset[int]:
     """What loops put together of images of all their turns: they lie one behind the other. (Of what a loop carries
     from turn to turn each lies as the first one does, which it was given.)"""
     found: set[int] = set()
