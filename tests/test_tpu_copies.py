@@ -144,6 +144,15 @@ def scanned(turn: Callable) -> Callable:
     return fun
 
 
+def added(weight: jax.Array, carry: jax.Array) -> jax.Array:
+    return carry @ weight + jnp.tanh(carry)
+
+
+def begun_with(first: jax.Array, turn: Callable) -> jax.Array:
+    """A loop that carries an array, which what a turn makes for the next one is of one type with."""
+    return lax.scan(lambda h, _: (turn(h), None), first, length=2)[0]
+
+
 @pytest.mark.parametrize(
     ("turn", "multiplies"),
     [
@@ -152,6 +161,10 @@ def scanned(turn: Callable) -> Callable:
         (lambda carry, weight: carry @ lax.optimization_barrier(weight), True),
         (lambda carry, weight: jax.checkpoint(lambda c, w: jnp.tanh(c @ w))(carry, weight), True),
         (lambda carry, weight: scanned(lambda c, w: c @ w)(weight, carry), True),
+        (lambda carry, weight: added(*lax.optimization_barrier((weight, carry))), True),  # each comes out as it went in
+        (lambda carry, weight: carry @ begun_with(weight, lambda h: jnp.tanh(carry @ h)), True),
+        (lambda carry, weight: carry + begun_with(weight, lambda h: jnp.tanh(carry @ h)), False),
+        (lambda carry, weight: carry @ begun_with(weight, lambda h: jnp.tanh(carry + h)), False),
         (lambda carry, weight: carry @ jnp.tanh(weight), False),
         (lambda carry, weight: jax.checkpoint(lambda c, w: jnp.tanh(c + w))(carry, weight), False),
         (lambda carry, weight: scanned(lambda c, w: c + w)(weight, carry), False),

@@ -54,11 +54,16 @@ def _multiplies_by_inverse(equation: Equation, program: Program, producer: Mappi
 def multiplies_only(equation: Equation, value: int) -> bool:
     """Whether an equation is a product, or a `scan` that reads a value, the same in all turns or as a stack of slices,
     for products alone."""
-    if equation.primitive in CONTRACTION:
-        return True
-    return equation.primitive is P.scan_p and _is_multiplied_by_loop(
-        equation.params, {at for at, x in enumerate(equation.inputs) if x == value}
+    return equation.primitive in CONTRACTION or (
+        equation.primitive is P.scan_p and handed_on_by_loop(equation, value) == frozenset()
     )
+
+
+def handed_on_by_loop(loop: Equation, value: int) -> frozenset[int] | None:
+    """Which results of a `scan` are parts of a value that it reads, or are carried in its place, where products are all
+    else that reads any of it; None where others do."""
+    handed_on = _handed_on_by_loop(loop.params, {at for at, x in enumerate(loop.inputs) if x == value})
+    return None if handed_on is None else frozenset(loop.outputs[at] for at in handed_on)
 
 
 def sums_nothing(equation: Equation, program: Program) -> bool:
@@ -95,19 +100,28 @@ def takes_features_apart(primitive: Any, params: dict[str, Any], shapes: Sequenc
     return first == 1 < second
 
 
-def _is_multiplied_by_loop(params: dict[str, Any], operands: Set[int]) -> bool:
-    """Whether the products in a `scan` are all that reads some of its operands, by their places."""
+def _handed_on_by_loop(params: dict[str, Any], operands: Set[int]) -> Set[int] | None:
+    """The same of the params of a `scan` and of its operands, by their places. What is carried has one type in all
+    turns, so that what a turn makes for the next one counts as read."""
     constants, carries = compat.scan_counts(params)
-    if not operands.isdisjoint(range(constants, constants + carries)):
-        return False
-    handed_on = _handed_on_by(params["jaxpr"], operands)
-    return handed_on is not None and not handed_on
+    read = {*operands}
+    while True:
+        carried = {at - constants for at in read if constants <= at < constants + carries}
+        handed_on = _handed_on_by(params["jaxpr"], read, carried)
+        if handed_on is None:
+            return None
+        more = {constants + at for at in handed_on if at < carries} - read
+        if not more:
+            return handed_on
+        read |= more
 
 
-def _handed_on_by(jaxpr: Any, inputs: Set[int]) -> Set[int] | None:
-    """Which results of a jaxpr are some of its inputs, by their places; None where others than products read them."""
+def _handed_on_by(jaxpr: Any, inputs: Set[int], results: Set[int] = frozenset()) -> Set[int] | None:
+    """Which results of a jaxpr are some of its inputs, or some of its results, by their places; None where others than
+    products read these."""
     body = compat.bare_jaxpr(jaxpr)
     read = {body.invars[at] for at in inputs}
+    read.update(x for x in (body.outvars[at] for at in results) if not isinstance(x, compat.Literal))
     for inner in body.eqns:
         operands = {at for at, x in enumerate(inner.invars) if not isinstance(x, compat.Literal) and x in read}
         if not operands:
@@ -117,15 +131,15 @@ def _handed_on_by(jaxpr: Any, inputs: Set[int]) -> Set[int] | None:
             if 0 in operands and takes_features_apart(inner.primitive, inner.params, shapes):
                 return None
             continue
-        if inner.primitive in MOVES:
-            read.update(inner.outvars)
-            continue
         if inner.primitive is compat.barrier_p:
             read.update(inner.outvars[at] for at in operands)
             continue
+        if inner.primitive in MOVES:
+            read.update(inner.outvars)
+            continue
         called = compat.jaxprs_in(inner.params)
         if inner.primitive is P.scan_p:
-            handed_on = set() if _is_multiplied_by_loop(inner.params, operands) else None
+            handed_on = _handed_on_by_loop(inner.params, operands)
         elif len(called) == 1 and len(compat.bare_jaxpr(called[0]).invars) == len(inner.invars):
             handed_on = _handed_on_by(called[0], operands)
         else:

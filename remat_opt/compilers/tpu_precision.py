@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.extend.core import primitives as P
 
-from remat_opt.compilers.equations import multiplies_only, takes_features_apart
+from remat_opt.compilers.equations import handed_on_by_loop, takes_features_apart
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program
 from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES, REDUCTION, named
@@ -104,7 +104,8 @@ def _takes_two_bytes(program: Program, reader: Equation, value: int, rounded: Co
         is_apart = reader.inputs[0] == value and takes_features_apart(reader.primitive, reader.params, shapes)
         return has_default_precision(reader) and not is_apart
     if reader.primitive is P.scan_p:
-        return multiplies_only(reader, value)
+        handed_on = handed_on_by_loop(reader, value)
+        return handed_on is not None and all(output in rounded for output in handed_on)
     if reader.primitive is compat.barrier_p:
         made = zip(reader.inputs, reader.outputs, strict=True)
         return all(output in rounded for given, output in made if given == value)
