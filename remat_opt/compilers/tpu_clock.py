@@ -27,6 +27,7 @@ RUNS_OF_A_BODY = 5
 COPIES_UNREAD = 8
 GIB = 2**30
 BY_INDEX = frozenset({"gather", "dynamic_slice"})
+CHANGED_IN_PLACE = "dynamic_update_slice"
 
 
 def with_seconds(graph: Graph, rates: Rates) -> Graph:
@@ -46,19 +47,39 @@ def _seconds(graph: Graph, at: int, rates: Rates) -> float:
         return 0.0
     if op.name in OF_BODIES:
         return op.seconds
-    moved = sum(read_by(graph, op).values()) + sum(graph.sizes[value] for value in op.outputs)
+    moved = sum(read_by(graph, op).values()) + _written_by(graph, op)
     traffic = moved / bandwidth_of(rates)
     if op.kind is Kind.PRODUCT:
         return max(traffic, op.flops / rates.matrix_rate("float32"))
-    return max(traffic, op.seconds) if op.kind is Kind.OPAQUE else traffic
+    is_counted = op.kind is Kind.OPAQUE and op.name != CHANGED_IN_PLACE
+    return max(traffic, op.seconds) if is_counted else traffic
 
 
 def read_by(graph: Graph, op: Op) -> dict[int, int]:
-    """Bytes that a kernel reads of each operand: of what it takes a part of as many as it writes."""
-    written = sum(graph.sizes[value] for value in op.outputs)
+    """Bytes that a kernel reads of each operand: of what it takes a part of as many as it writes. A product takes a
+    part of a stack that a loop is given; of what is changed where it lies nothing is read."""
+    written = _written_by(graph, op)
+    if op.name == CHANGED_IN_PLACE:
+        return {v: min(graph.sizes[v], written) if v not in _places(graph, op) else 0 for v in op.inputs}
     takes_parts = op.kind is Kind.ELEMENTWISE and op.name not in OF_PIECES
     parts = op.inputs if op.name in BY_INDEX else op.moved_of if takes_parts else ()
+    if op.kind is Kind.PRODUCT:
+        parts = tuple(v for v in op.moved_of if graph.producer[v] < 0)
     return {v: min(graph.sizes[v], written) if v in parts else graph.sizes[v] for v in op.inputs}
+
+
+def _written_by(graph: Graph, op: Op) -> int:
+    """Bytes that a kernel writes: of an array that it changes where it lies the part that it puts there."""
+    if op.name == CHANGED_IN_PLACE:
+        places = _places(graph, op)
+        return max((graph.sizes[v] for v in op.inputs if v not in places), default=0)
+    return sum(graph.sizes[value] for value in op.outputs)
+
+
+def _places(graph: Graph, op: Op) -> set[int]:
+    """Operands of a kernel as large as its result."""
+    size = max((graph.sizes[value] for value in op.outputs), default=0)
+    return {v for v in op.inputs if graph.sizes[v] == size}
 
 
 def bandwidth_of(rates: Rates) -> float:
