@@ -10,12 +10,14 @@ loops have buffers of their own. (A third order, by operands alone, and a search
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
-from remat_opt.graph.ordering import LOOPS, behind_operands, depth_first, greedy, in_order, runs_before
+from remat_opt.graph.ordering import LOOPS, as_operands, behind_operands, depth_first, greedy, in_order, runs_before
+from remat_opt.program import compat
+from remat_opt.program.inline import Equation
 
 NEGLIGIBLE = 2048  # bytes: numbers and vectors of one tile, of which XLA's count has others
 
@@ -32,7 +34,9 @@ def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: gr
     waiting, before = with_updates_behind_readers(begun)
     first = tuple(before[at] for at in greedy(_of_loops(waiting, weighed=True)))
     second = tuple(before[at] for at in depth_first(waiting))
-    taken = _lower_of(_of_loops(begun, weighed=False), first, second, sharing)
+    third = tuple(before[at] for at in as_operands(waiting))
+    counted = _of_loops(begun, weighed=False)
+    taken = _lower_of(counted, _lower_of(counted, first, second, sharing), third, sharing)
     return tuple(originals[at] for at in taken if originals[at] >= 0)
 
 
@@ -118,3 +122,12 @@ def _of_loops(graph: Graph, *, weighed: bool) -> Graph:
             more = -made if weighed else max(given - made, 0)
             ops[at] = dataclasses.replace(op, workspace=op.workspace + more)
     return dataclasses.replace(graph, ops=tuple(ops))
+
+
+def as_loops_read(loop: Equation, values: Sequence[int]) -> tuple[int, ...]:
+    """What a loop reads in the order in which its tuple holds it: what it carries, its stacks, and what is the same in
+    all turns."""
+    constants, carries = compat.scan_counts(loop.params)
+    given = loop.inputs[constants : constants + carries], loop.inputs[constants + carries :], loop.inputs[:constants]
+    place = {x: at for at, x in reversed([*enumerate(x for part in given for x in part)]) if isinstance(x, int)}
+    return tuple(sorted(values, key=lambda value: place.get(value, len(place))))

@@ -29,6 +29,7 @@ from remat_opt.compilers.tpu_groups import Groups
 from remat_opt.compilers.tpu_indexing import seconds_by_index
 from remat_opt.compilers.tpu_masks import Packed, packed_masks, with_words
 from remat_opt.compilers.tpu_meetings import with_meetings
+from remat_opt.compilers.tpu_ordering import as_loops_read
 from remat_opt.compilers.tpu_parts import Parts, parts_of
 from remat_opt.compilers.tpu_precision import stored_in_two_bytes
 from remat_opt.compilers.tpu_products import lying_between, scores_behind_barriers, with_scores_turned
@@ -223,6 +224,7 @@ class TpuReader(Reader):
                 waiting = self.merged_before(equation) + self.slices_of_stacks(equation)
                 op = dataclasses.replace(op, inputs=self.groups.read_by_loop(equation, op.inputs))
                 inside = self.inside(equation, waiting)
+                op = op.but(inputs=as_loops_read(equation, op.inputs))
             inputs = tuple(rounded[value].outputs[0] if value in rounded else value for value in op.inputs)
             seconds, workspace = (
                 self.seconds_of_bodies(equation),

@@ -267,6 +267,11 @@ def _post_order(
     return tuple(order)
 
 
+def as_operands(graph: Graph) -> tuple[int, ...]:
+    """What each result needs, depth first, results and operands as they stand."""
+    return _post_order(_roots(graph), _makers(graph, _handed_on(graph)), lambda op: ())
+
+
 def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int, ...]:
     """What each result needs, depth first: operands with the most users behind them first, then the largest.
 
