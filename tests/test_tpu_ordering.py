@@ -12,11 +12,11 @@ from benchmarks.predicted_memory import Row, load_step
 from remat_opt.compilers import tpu
 from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.compilers.tpu_fusion import NUMBER, with_numbers_apart, with_widened_beside
-from remat_opt.compilers.tpu_ordering import NEGLIGIBLE, tpu_order, with_updates_behind_readers
+from remat_opt.compilers.tpu_ordering import NEGLIGIBLE, as_loops_read, tpu_order, with_updates_behind_readers
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
-from remat_opt.graph.ordering import depth_first, greedy, in_order
+from remat_opt.graph.ordering import as_operands, depth_first, greedy, in_order
 from remat_opt.program import compat
 from remat_opt.program.inline import inline
 from remat_opt.targets import read_live_buffers
@@ -78,6 +78,49 @@ def test_updates_that_would_wait_for_themselves_wait_for_nothing() -> None:
     graph = Graph((0, 0, 8, 8, 1, 1), tuple(ops), (0, 1), (2, 3, 4, 5), ((0, 2), (1, 3)), fused=True)
     assert with_updates_behind_readers(graph) == (graph, [0, 1, 2, 3])
     assert sorted(tpu_order(graph)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("name", "takes"), [("scan", as_operands), ("", greedy)])
+def test_a_third_order_is_taken_where_loops_decide_on_it(name: str, takes: Callable) -> None:
+    """Of other kernels nobody knows in which order they read."""
+    unit = 2 * NEGLIGIBLE
+    ops = [op((0,), 1, workspace=9 * unit), op((0,), 2), op((1,), 3, name=name, workspace=6 * unit)]
+    ops += [op((2,), 4), op((3, 4), 5, workspace=6 * unit)]
+    graph = graph_of(tuple(unit * size for size in (0, 6, 8, 6, 9, 5)), ops, (0,))
+    assert greedy(graph) == depth_first(graph) != as_operands(graph)
+    peaks = [peak_of(in_order(graph, order(graph))) for order in (as_operands, greedy)]
+    assert peaks[0] < peaks[1]
+    assert tpu_order(graph) == takes(graph)
+
+
+def test_a_loop_reads_what_it_carries_then_its_stacks_then_what_all_turns_share() -> None:
+    def fun(shared: jax.Array, stack: jax.Array, carry: jax.Array) -> tuple:
+        return jax.lax.scan(lambda carry, x: (carry * shared + x, None), carry, stack)
+
+    program = inline(jax.make_jaxpr(fun)(jnp.ones(3), jnp.ones((4, 3)), jnp.ones(3)))
+    (loop,) = (equation for equation in program.equations if equation.primitive.name == "scan")
+    shared, stack, carry = program.inputs
+    other = 1000  # not in its tuple
+    assert as_loops_read(loop, (other, shared, stack, carry)) == (carry, stack, shared, other)
+
+
+def test_a_body_moves_no_more_of_a_stack_than_a_turn_reads_or_writes_there() -> None:
+    """A product takes a slice of it where it lies, and a result goes where it belongs."""
+    rates = Rates(bandwidth=1e11, flops={"float32": 1e14, "bfloat16": 1e14})
+
+    def fun(stack: jax.Array, weight: jax.Array, carry: jax.Array) -> tuple:
+        def turn(given: tuple, at: jax.Array) -> tuple:
+            carry, made = given
+            carry = jnp.tanh(carry @ weight + stack[at])
+            return (carry, jax.lax.dynamic_update_index_in_dim(made, carry, at, 0)), None
+
+        return jax.lax.scan(turn, (carry, stack), jnp.arange(stack.shape[0]))[0]
+
+    stack, weight, carry = (jnp.zeros(shape) for shape in ((512, 64, 256), (256, 256), (64, 256)))
+    program = inline(jax.make_jaxpr(fun)(stack, weight, carry), with_barriers=True, keep_names=False)
+    graph = compiled(program, rates, platform="tpu")
+    (loop,) = (one for one in graph.ops if one.name == "scan")
+    assert 0 < loop.seconds < 0.5 * stack.nbytes / rates.bandwidth
 
 
 @pytest.mark.parametrize(("stack", "takes"), [(2, greedy), (12, depth_first)])

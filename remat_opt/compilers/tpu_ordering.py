@@ -1,10 +1,10 @@
 """In which order a TPU's compiler runs kernels.
 
-It is the scheduler of XLA's other compilers (`hlo_memory_scheduler.cc`), which takes of a list scheduler's order and a
-depth-first one that which peaks lower; seen in dumps of libtpu 0.0.51, whose schedules behind
-`hlo-memory-scheduler-with-brkga-fallback` peak within a kilobyte of one of these two orders of what stands there.
-What it orders is more than the kernels: donated arguments are overwritten behind control dependencies, not copied, and
-loops have buffers of their own. (A third order, by operands alone, and a search where memory is short are not here.)
+It is the scheduler of XLA's other compilers (`hlo_memory_scheduler.cc`), which takes of a list scheduler's order, a
+depth-first one, and one by operands as they stand that which peaks lowest; seen in dumps of libtpu 0.0.51, whose
+schedules behind `hlo-memory-scheduler-with-brkga-fallback` peak within a kilobyte of one of these orders of what stands
+there. What it orders is more than the kernels: donated arguments are overwritten behind control dependencies, not
+copied, and loops have buffers of their own. (A search where memory is short is not here.)
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from graphlib import CycleError, TopologicalSorter
 
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import peak_of
+from remat_opt.graph.liveness import peak_of, simulate
 from remat_opt.graph.ordering import LOOPS, as_operands, behind_operands, depth_first, greedy, in_order, runs_before
+from remat_opt.graph.schedule import save_everything
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation
 
@@ -27,16 +28,17 @@ def tpu_order(graph: Graph, sharing: Callable[[Graph], Graph] = lambda graph: gr
 
     Args:
         graph: of kernels.
-        sharing: a graph in an order with what kernels write over their operands: of two orders that is taken which
-            peaks lower so, as XLA's simulated heap shares places when it counts (`heap_simulator.cc`).
+        sharing: a graph in an order with what kernels write over their operands: of the orders that is taken which
+            peaks lowest so, as XLA's simulated heap shares places when it counts (`heap_simulator.cc`).
     """
     begun, originals = _with_beginnings(graph)
     waiting, before = with_updates_behind_readers(begun)
     first = tuple(before[at] for at in greedy(_of_loops(waiting, weighed=True)))
     second = tuple(before[at] for at in depth_first(waiting))
-    third = tuple(before[at] for at in as_operands(waiting))
     counted = _of_loops(begun, weighed=False)
-    taken = _lower_of(counted, _lower_of(counted, first, second, sharing), third, sharing)
+    taken = _lower_of(counted, first, second, sharing)
+    if _peaks_in_a_loop(sharing(in_order(counted, taken))):
+        taken = _lower_of(counted, taken, tuple(before[at] for at in as_operands(waiting)), sharing)
     return tuple(originals[at] for at in taken if originals[at] >= 0)
 
 
@@ -48,6 +50,13 @@ def _lower_of(
     if abs(lower) <= NEGLIGIBLE:
         lower = peak_of(in_first) - peak_of(in_second)
     return second if lower > NEGLIGIBLE else first
+
+
+def _peaks_in_a_loop(graph: Graph) -> bool:
+    """Whether most is live while a loop runs. In which order a loop's tuple holds what it reads is known
+    (`as_loops_read`), unlike that of kernels' operands, so that the third order is known where loops decide."""
+    position = simulate(graph, save_everything(graph)).peak_position
+    return position < len(graph.ops) and graph.ops[position].name in LOOPS
 
 
 def with_updates_behind_readers(graph: Graph) -> tuple[Graph, list[int]]:
