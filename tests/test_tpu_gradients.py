@@ -100,6 +100,19 @@ def test_what_is_read_at_other_places_is_no_place_for_a_result(read: Callable, a
     assert found == pytest.approx(arrays * rows * 104 * 4, rel=0.05)
 
 
+def test_what_is_turned_is_a_place_for_a_result() -> None:
+    """Where layouts are free it lies as it did."""
+
+    def made(x: jax.Array) -> jax.Array:
+        held = jax.lax.optimization_barrier(jnp.sin(x))
+        last = jax.lax.optimization_barrier(jnp.exp(held.T * 2.0))
+        return last.max() + (last @ jnp.ones((last.shape[1], 128))).max()
+
+    predicted, found = foreseen_and_compiled(made, array(8192, 8192))
+    assert predicted == pytest.approx(found, rel=0.01)
+    assert found == pytest.approx(8192 * 8192 * 4, rel=0.01)
+
+
 def _lying(function: Callable, figures: int, count: int, batch: int = BATCH) -> set[tuple[int, int]]:
     """In which tiles lies what is made for a gradient."""
     jaxpr = jax.make_jaxpr(function)(weights_of(figures, count), array(batch, figures))

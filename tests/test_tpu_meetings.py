@@ -9,6 +9,10 @@ import pytest
 from foreseen import foreseen
 from jax import lax
 
+from remat_opt.compilers import tpu_reader
+from remat_opt.compilers.tpu_meetings import with_meetings
+from remat_opt.compilers.tpu_reader import TpuReader
+
 TURNS, BATCH, SIZE, FEATURES = 10, 16, 40, 16
 NUMBERS = ("NHWC", "HWIO", "NHWC")
 
@@ -49,6 +53,35 @@ def test_what_is_read_across_layouts_is_stored(loss: Callable, compiled_mb: floa
 
     found = foreseen(jax.grad(total), PARAMS, IMAGES, STACK, gaps_twice=False)
     assert found == pytest.approx(compiled_mb * 1e6, rel=0.06)
+
+
+def test_zeros_that_are_added_and_signs_that_are_changed_twice_change_nothing() -> None:
+    """A cross-entropy alone, of targets that have the batch first: four arrays of 131 MB, not six."""
+
+    def total(params: tuple, x: jax.Array, targets: jax.Array) -> jax.Array:
+        turned = targets.transpose(1, 0, 2, 3, 4)
+        return optax.sigmoid_binary_cross_entropy(stacked(params, x), turned).sum((0, 2, 3, 4)).mean()
+
+    targets = floats(BATCH, TURNS, SIZE, SIZE, FEATURES)
+    assert foreseen(total, PARAMS, IMAGES, targets, gaps_twice=False) == pytest.approx(524.3e6, rel=0.01)
+
+
+def test_what_reads_zeros_beside_an_array_lies_as_the_stack(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The stack began as the same zeros."""
+    found: set[str] = set()
+
+    def noted(reader: TpuReader, stacks: frozenset[int]) -> frozenset[int]:
+        alike = with_meetings(reader, stacks)
+        found.update(e.primitive.name for e in reader.program.equations if not alike.isdisjoint(e.outputs))
+        return frozenset(alike)
+
+    def hinge(params: tuple, x: jax.Array, targets: jax.Array) -> jax.Array:
+        return jnp.maximum(1.0 - stacked(params, x) * targets, 0.0).sum()
+
+    monkeypatch.setattr(tpu_reader, "with_meetings", noted)
+    foreseen(hinge, PARAMS, IMAGES, STACK)
+    assert "max" in found
+    assert "sub" not in found
 
 
 def test_what_is_made_of_stacked_images_lies_as_these() -> None:

@@ -12,6 +12,7 @@ from remat_opt.compilers.loop_reader import LoopReader
 from remat_opt.compilers.reader import VIEW
 from remat_opt.graph.build import bytes_of, cpu_conv_copies
 from remat_opt.graph.graph import Kind, Op
+from remat_opt.graph.ordering import ZEROS
 from remat_opt.program.inline import Constant, Equation
 from remat_opt.program.primitives import CONTRACTION, ELEMENTWISE, MOVES
 
@@ -45,7 +46,7 @@ class CpuReader(LoopReader):
             is_behind = {*others} <= self.behind_which(last, maker)
             zeros = of_last[0] if is_behind else self.new(self.sizes[of_last[0]])
             copies = [Op((zeros,), (place,), name="copy") for place in places if place != zeros]
-            first.setdefault(min([*others, last]), []).extend([Op((), (zeros,), name="zeros"), *copies])
+            first.setdefault(min([*others, last]), []).extend([Op((), (zeros,), name=ZEROS), *copies])
         self.insert(first)
 
     def behind_which(self, index: int, maker: Mapping[int, int]) -> set[int]:
@@ -163,6 +164,6 @@ class CpuReader(LoopReader):
             self.copies[key] = self.new(4 * elements.size * dimensions)
             ops.append(Op((), (self.copies[key],), name="iota"))
         zeros, found = self.new(bytes_of(elements)), self.new(bytes_of(windows) + 4 * windows.size * dimensions)
-        ops.append(Op((), (zeros,), name="zeros"))
+        ops.append(Op((), (zeros,), name=ZEROS))
         ops.append(Op((*self.behind([operand]), self.copies[key]), (found,), name="reduce_window"))
         return [*ops, op.but(inputs=(*self.behind([source]), found, zeros), workspace=0)]

@@ -8,7 +8,8 @@ from jax.extend.core import primitives as P
 
 from remat_opt.compilers.gpu_convolutions import padded_elements, written_for
 from remat_opt.compilers.gpu_fusion import Work
-from remat_opt.compilers.gpu_kernels import Kernels, Order, is_gradient_by_kernel, orders_of_loop
+from remat_opt.compilers.gpu_kernels import Kernels, is_gradient_by_kernel, orders_of_loop
+from remat_opt.compilers.gpu_orders import Order
 from remat_opt.compilers.gpu_stacks import orders_in_body
 from remat_opt.compilers.gpu_work import BLOCK, copy_of
 from remat_opt.compilers.loop_reader import LoopReader

@@ -16,11 +16,11 @@ from typing import Any
 
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.gpu_orders import Order
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline
 from remat_opt.program.primitives import ELEMENTWISE
 
-Order = tuple[int, ...]
 _GIVEN_ON = frozenset({P.convert_element_type_p, compat.barrier_p})  # what gives on an array, in the order that it has
 
 

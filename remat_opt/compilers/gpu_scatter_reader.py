@@ -107,7 +107,7 @@ class ScatterReader(ConvolutionReader):
         else:
             if not is_padded:
                 self.zeros.setdefault(key, zeros)
-            ops.append(Op((), (zeros,), kind=Kind.ELEMENTWISE, name="zeros"))
+            ops.append(Op((), (zeros,), kind=Kind.ELEMENTWISE, name=ZEROS))
         token = self.new(0)
         ops.append(scatter.but(inputs=(*scatter.inputs, zeros), outputs=(token,)))
         if is_padded:

@@ -16,11 +16,11 @@ from typing import Any
 
 from jax.extend.core import primitives as P
 
+from remat_opt.compilers.gpu_orders import Order
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, Program, inline
 from remat_opt.program.primitives import ELEMENTWISE, REDUCTION
 
-Order = tuple[int, ...]
 _ROW = 32  # numbers that are worth another order
 _MOVING = {P.dynamic_slice_p, P.pad_p, P.reshape_p, P.rev_p, P.slice_p, P.squeeze_p, P.transpose_p}
 

@@ -18,6 +18,7 @@ from jax.extend.core import primitives as P
 from remat_opt.graph.graph import Kind
 from remat_opt.graph.tiles import SUBLANES
 from remat_opt.program import compat
+from remat_opt.program.images import elementwise_images
 from remat_opt.program.inline import Constant, Equation, Program
 from remat_opt.program.masks import is_zero
 from remat_opt.program.primitives import ELEMENTWISE, RESHAPING
@@ -87,20 +88,14 @@ def _unchanged(work: list[Equation]) -> Mapping[int, int]:
 
 def _connected(work: list[Equation], program: Program) -> list[list[Equation]]:
     """The work in parts that have no array in common."""
-    place: dict[int, int] = {}  # of each value the part
-
-    def part_of(value: int) -> int:
-        while place.setdefault(value, value) != value:
-            value = place[value]
-        return value
-
+    connected, seen = elementwise_images(program), set[int]()
+    parts: list[list[Equation]] = []
     for equation in work:
-        for x in _arrays(equation, program):
-            place[part_of(x)] = part_of(equation.outputs[0])
-    parts: dict[int, list[Equation]] = {}
-    for equation in work:
-        parts.setdefault(part_of(equation.outputs[0]), []).append(equation)
-    return list(parts.values())
+        if seen.isdisjoint(equation.outputs):
+            group = connected(equation.outputs)
+            parts.append([one for one in work if not group.isdisjoint(one.outputs)])
+            seen |= group
+    return parts
 
 
 def _arrays(equation: Equation, program: Program) -> list[int]:

@@ -295,9 +295,8 @@ def depth_first(graph: Graph, listed: Sequence[int] | None = None) -> tuple[int,
         users = len(op.outputs) if _is_taken_apart(op) else len(_users(graph, op, handed_on))
         made = sum(graph.sizes[value] for value in op.outputs)
         total += made
-        behind = sum(sum(extra[m] + more for more in ways[index][m]) for m in makers[index])
-        extra[index] = min(max(users - 1, 0) + behind, most)
-        sizes[index] = min(made + sum(len(ways[index][m]) * sizes[m] for m in makers[index]), total)
+        extra[index] = min(max(users - 1, 0) + sum(extra[m] + more for m, more in ways[index]), most)
+        sizes[index] = min(made + sum(sizes[m] for m, _ in ways[index]), total)
     return _post_order(roots, makers, lambda op: (-extra[op], -sizes[op], op), _read_by_none(graph))
 
 
@@ -318,19 +317,13 @@ def _is_taken_apart(op: Op) -> bool:
 
 def _ways(
     graph: Graph, makers: Sequence[Sequence[int]], handed_on: Sequence[frozenset[int]]
-) -> list[dict[int, list[int]]]:
-    """For each op, of each that it has something from, each result that it has, as the number of that one's users but
-    for one; of ops with one result 0, as these users are the op's."""
+) -> list[list[tuple[int, int]]]:
+    """For each op the ways to what it has something from, with as many users more as come to that maker's own: of zeros
+    those of each array that is read, but for one."""
     found = []
     for op, known, behind in zip(graph.ops, makers, handed_on, strict=True):
-        ways: dict[int, list[int]] = {maker: [] for maker in known}
-        for value in op.inputs:
-            maker = graph.producer[value]
-            if maker < 0 or value in behind:
-                continue
-            if not _is_taken_apart(graph.ops[maker]):
-                ways[maker] = [0]
-                continue
-            ways[maker].append(len(graph.users[value]) - 1)
-        found.append(ways)
+        ways = [(maker, 0) for maker in known if not _is_taken_apart(graph.ops[maker])]
+        read = ((graph.producer[value], value) for value in op.inputs if value not in behind)
+        apart = ((maker, value) for maker, value in read if maker >= 0 and _is_taken_apart(graph.ops[maker]))
+        found.append([*ways, *((maker, len(graph.users[value]) - 1) for maker, value in apart)])
     return found
