@@ -17,7 +17,8 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import save_everything
 from remat_opt.program import compat
 from remat_opt.program.inline import Equation, inline
-from remat_opt.program.pooling import PLACES, by_places, places_of, spread, without_scatter
+from remat_opt.program.pool_parts import PLACES, places_of, spread
+from remat_opt.program.pooling import by_places, without_scatter
 from remat_opt.targets import measure_flat
 from remat_opt.write.train_step import write
 

@@ -14,7 +14,7 @@ from jax.extend.core import primitives as P
 from remat_opt.program import compat
 from remat_opt.program.images import POOLS
 from remat_opt.program.inline import Equation, Program
-from remat_opt.program.pooling import BOTH, PLACES, SPREAD, Part
+from remat_opt.program.pool_parts import BOTH, PLACES, SPREAD, Part
 from remat_opt.program.primitives import MOVES
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
-from remat_opt.program.pooling import BOTH, PLACES, SPREAD
+from remat_opt.program.pool_parts import BOTH, PLACES, SPREAD
 
 _ELEMENTWISE_NAMES = """
     abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type
