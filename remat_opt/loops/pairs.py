@@ -84,7 +84,7 @@ class Pairs:
 EFFECTS = "its body has effects, whose number and order must stay"
 REFERENCES = "its body reads or writes mutable references"
 SHARED = "one of its scans belongs to another pair"
-OFFLOADED = "its body moves residuals to another memory, as its checkpoint policy says"
+OFFLOADED = "its body moves residuals to the host's memory and back"
 
 
 def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
@@ -160,7 +160,7 @@ def _reason_to_leave(equation: Equation) -> str | None:
         return REFERENCES
     if equation.effects:
         return EFFECTS
-    if _offloads(jaxpr):
+    if not all(map(compat.is_on_device, _all_avals(jaxpr))):
         return OFFLOADED
     return None
 
@@ -170,11 +170,3 @@ def _all_avals(jaxpr: Any) -> Iterable[Any]:
         yield from (variable.aval for variable in (*equation.invars, *equation.outvars))
         for inner in compat.jaxprs_in(equation.params):
             yield from _all_avals(compat.bare_jaxpr(inner))
-
-
-def _offloads(jaxpr: Any) -> bool:
-    return any(
-        (equation.primitive is compat.remat_p and compat.policy_offloads(equation.params["policy"]))
-        or any(_offloads(compat.bare_jaxpr(inner)) for inner in compat.jaxprs_in(equation.params))
-        for equation in jaxpr.eqns
-    )

@@ -85,6 +85,11 @@ def is_reference(aval: Any) -> bool:
     return isinstance(aval, AbstractRef)
 
 
+def is_on_device(aval: Any) -> bool:
+    """Whether a value is in its device's own memory, and not in the host's, where offloading puts it."""
+    return getattr(aval, "memory_space", None) in (None, jax.memory.Space.Device)
+
+
 def policy_offloads(policy: Any) -> bool:
     """Whether a user's checkpoint policy moves residuals to another memory; such a region is left as it is."""
     return policy is not None and "offload" in getattr(policy, "__qualname__", type(policy).__qualname__).lower()
