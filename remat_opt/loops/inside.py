@@ -1,7 +1,8 @@
 """Bodies are programs, too: their own pairs are written again, and those with a turning point get segments.
 
 A pair inside a body comes from nested loops; a turning point inside a body from a gradient that is taken there, as of
-micro-batches in a `scan`, of a step of one device in a `shard_map`, or of a step that is left out under a condition.
+micro-batches in a `scan`, of a solver's steps in a `while`, of a step of one device in a `shard_map`, or of a step that
+is left out under a condition.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from jax.extend.core import primitives
 
 from remat_opt.graph.build import peak_as_written
 from remat_opt.graph.cost import Rates
-from remat_opt.loops.body import Loop, is_loop, read_loop
+from remat_opt.loops.body import Atom, body_of, is_loop, read_loop
 from remat_opt.loops.choose import choose
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of
+from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of, while_of
 from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, within
@@ -76,9 +77,16 @@ class _Inside:
             repeats = repeating or not program.run_once.isdisjoint(equation.outputs)
             if is_loop(equation):
                 loop = read_loop(program, equation, keep_checkpoints=self.keep_checkpoints or repeats)
-                body, inner, workspace = self.body(loop, repeats)
+                body, inner, workspace = self.body(loop.body, loop.body_carry, loop.next_carry, repeats)
                 if inner:
                     splicing.replace(index, scan_of(loop, emit_of(body)), workspace)
+            elif equation.primitive is primitives.while_p:
+                keep = self.keep_checkpoints or repeats
+                body = body_of(program, equation, equation.params["body_jaxpr"], keep_checkpoints=keep)
+                _, constants = compat.while_counts(equation.params)
+                body, inner, workspace = self.body(body, body.inputs[constants:], body.outputs, repeats)
+                if inner:
+                    splicing.replace(index, while_of(equation, emit_of(body)), workspace)
             elif equation.primitive is compat.remat_p and repeats:
                 region = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=True))
                 region, inner = self.rewrite(region, repeating=True)
@@ -94,22 +102,27 @@ class _Inside:
             count += inner
         return (splicing.result(), count) if count else (program, 0)
 
-    def body(self, loop: Loop, repeats: bool) -> tuple[Program, int, int | None]:
-        """A loop's body written again, how many bodies that were, 0 if nothing was gained, and its bytes if known."""
-        if loop.body.has_references or loop.body.effects:
-            return loop.body, 0, None
-        carried = [
-            (before, after)
-            for before, after in zip(loop.body_carry, loop.next_carry, strict=True)
-            if not isinstance(after, Constant)
-        ]
-        loops = choose(loop.body, self.rates, carried, keep_checkpoints=self.keep_checkpoints or repeats)
-        body = rewrite_loops(loop.body, loops.pairs, loops.chosen, carried)
+    def body(
+        self, body: Program, before: Sequence[int], after: Sequence[Atom], repeats: bool
+    ) -> tuple[Program, int, int | None]:
+        """A loop's body written again, how many bodies that were, 0 if nothing was gained, and its bytes if known.
+
+        Args:
+            body: one step.
+            before: its inputs that are carried.
+            after: what is carried to the next step, in the same order.
+            repeats: whether it is part of a loop that repeats within already.
+        """
+        if body.has_references or body.effects:
+            return body, 0, None
+        carried = [(one, next) for one, next in zip(before, after, strict=True) if not isinstance(next, Constant)]
+        loops = choose(body, self.rates, carried, keep_checkpoints=self.keep_checkpoints or repeats)
+        body = rewrite_loops(body, loops.pairs, loops.chosen, carried)
         body, count = self.rewrite(body, repeats, loops.pairs)
         count += bool(loops.chosen)
         workspace = None
         if self.optimise is not None and not repeats:
-            overwritten = tuple(value in loop.body_carry for value in body.inputs)
+            overwritten = tuple(value in before for value in body.inputs)
             better = self.optimise(body, overwritten)
             if better is not None:
                 avals = [body.avals[value] for value in body.inputs]

@@ -1,4 +1,5 @@
-"""Regions that are one equation of a program, with other contents: a `scan`, a `cond`, a `shard_map`, a checkpoint."""
+"""Regions that are one equation of a program, with other contents: a `scan`, a `while`, a `cond`, a `shard_map`, a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 
 import jax
 from jax import lax
+from jax.extend import core as extend_core
 
 from remat_opt.loops.body import Loop, evaluate, read
 from remat_opt.loops.rewrite import values_among
@@ -62,6 +64,22 @@ def scan_of(loop: Loop, body: Emit) -> Instead:
         return [*last, *ys]
 
     return scan
+
+
+def while_of(equation: Equation, body: Emit) -> Instead:
+    """The loop with another body, and its condition as it is."""
+    goes_on = extend_core.jaxpr_as_fun(equation.params["cond_jaxpr"])
+    of_condition, of_body = compat.while_counts(equation.params)
+    constants = of_condition + of_body
+
+    def loop(*values):
+        operands = _operands(equation, values)
+        known, fixed, first = operands[:of_condition], operands[of_condition:constants], operands[constants:]
+        return lax.while_loop(
+            lambda state: goes_on(*known, *state)[0], lambda state: body([*fixed, *state]), list(first)
+        )
+
+    return loop
 
 
 def cond_of(equation: Equation, branches: Sequence[Emit]) -> Instead:

@@ -264,6 +264,18 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
     return len(constants), len(carry)
 
 
+def while_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants of the condition, and then of the body, lead the inputs of a `while`; the rest is carried."""
+    return params["cond_nconsts"], params["body_nconsts"]
+
+
+def loop_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries lead the inputs of a `scan` or a `while`."""
+    if "body_jaxpr" in params:
+        return sum(while_counts(params)), len(params["body_jaxpr"].out_avals)
+    return scan_counts(params)
+
+
 def without_dead_code(closed: Any) -> Any:
     """A closed jaxpr without what its results do not need, inside loops and calls too; its inputs stay."""
     return ClosedJaxpr(with_results(closed, [True] * len(bare_jaxpr(closed).outvars)), constants_of(closed))
