@@ -176,7 +176,12 @@ def equation_context(source_info: Any, context: Any, scope: str | None = None) -
 
 def place_of(source_info: Any) -> str:
     """Where an equation comes from: its name stack, and the line of the user's program."""
-    return f"{source_info.name_stack} {source_info_util.summarize(source_info)}"
+    return f"{source_info.name_stack} {line_of(source_info)}"
+
+
+def line_of(source_info: Any) -> str:
+    """The line of the user's program that an equation comes from."""
+    return source_info_util.summarize(source_info)
 
 
 def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
