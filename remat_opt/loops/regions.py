@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax.extend import core as extend_core
 
 from remat_opt.loops.body import Loop, evaluate, read
 from remat_opt.loops.rewrite import values_among
@@ -67,17 +66,12 @@ def scan_of(loop: Loop, body: Emit) -> Instead:
 
 
 def while_of(equation: Equation, body: Emit) -> Instead:
-    """The loop with another body, and its condition as it is."""
-    goes_on = extend_core.jaxpr_as_fun(equation.params["cond_jaxpr"])
-    of_condition, of_body = compat.while_counts(equation.params)
-    constants = of_condition + of_body
+    """The loop with another body, and its condition as it is, which may be of a whole batch."""
+    given = equation.params["body_jaxpr"].in_avals
 
     def loop(*values):
-        operands = _operands(equation, values)
-        known, fixed, first = operands[:of_condition], operands[of_condition:constants], operands[constants:]
-        return lax.while_loop(
-            lambda state: goes_on(*known, *state)[0], lambda state: body([*fixed, *state]), list(first)
-        )
+        params = {**equation.params, "body_jaxpr": jax.make_jaxpr(lambda *x: body(x))(*given)}
+        return compat.bind_equation(equation.primitive, params, _operands(equation, values))
 
     return loop
 
