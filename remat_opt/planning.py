@@ -15,6 +15,7 @@ from remat_opt.graph.derive import Choice
 from remat_opt.least import WORTH_WRITING, least_foreseen
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.pairs import find_pairs
+from remat_opt.loops.peak import why_nothing_is_gained
 from remat_opt.plan import Plan, PlanError, check_fit
 from remat_opt.prepared import Prepared
 from remat_opt.program.names import name_values
@@ -65,10 +66,7 @@ def least_memory(decider: Decider) -> Decision:
     if found.runs_as_given or found.peak > WORTH_WRITING * decider.given.peak_in_order:
         found = decider.forms.in_our_order
         if decider.foreseen(found) >= WORTH_WRITING * decider.given.as_given:
-            return decider.plain(
-                "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
-                "optimize the whole training step, with jax.grad and the update, not the loss alone)"
-            )
+            return decider.plain(why_nothing_is_gained(decider.given.bridge))
     else:
         found = least_foreseen(decider, found)
     candidates = [found]

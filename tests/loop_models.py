@@ -285,6 +285,22 @@ def updates_in_a_scan():
     return step, (([normal(i, 16, 16) for i in range(12)],), normal(20, 3, 512, 16))
 
 
+def handed_back():
+    """Checkpointed layers that hand back their weights, what they were given and a count; the update reads these, as
+    that of `nnx.scan(nnx.remat(f))` does."""
+
+    def step(state, x):
+        def loss(p):
+            layer = jax.checkpoint(lambda carry, w: ((block(w, carry[0]), carry[1] + 1.0), (w, carry[0])))
+            (h, count), stacks = lax.scan(layer, (x, 0.0), p)
+            return (h**2).mean(), (count, stacks)
+
+        (value, (count, (p, hs))), gradients = jax.value_and_grad(loss, has_aux=True)(state[0])
+        return (jax.tree.map(lambda p, g: p - 0.1 / count * g, p, gradients),), (value, hs)
+
+    return step, ((layers(),), normal(8, BATCH, WIDTH))
+
+
 def vmapped():
     def loss(p, xs):
         return (jax.vmap(lambda xs: rnn(p, xs)[0], in_axes=1)(xs) ** 2).mean()
@@ -365,6 +381,7 @@ MODELS = {
     "cond": scanned_cond,
     "checkpoint on the body": lambda: over_layers(jax.checkpoint(block)),
     "checkpoint inside": checkpoint_inside,
+    "checkpoint, weights handed back": handed_back,
     "checkpoint with a policy": checkpoint_with_policy,
     "custom_vjp": lambda: over_layers(lambda w, h: block(w, clipped(h))),
     "custom_jvp": lambda: over_layers(lambda w, h: h + jax.nn.relu6(h @ w["w1"]) @ w["w2"]),

@@ -61,8 +61,26 @@ def with_offloading():
     return models.over_layers(jax.checkpoint(models.block, policy=policy))
 
 
+def with_residuals_put_on_the_host():
+    @jax.custom_vjp
+    def cosine(x):
+        return jnp.sin(x)
+
+    def backward(x, g):
+        return (g * jnp.cos(jax.device_put(x, jax.memory.Space.Device)),)
+
+    cosine.defvjp(lambda x: (jnp.sin(x), jax.device_put(x, jax.memory.Space.Host)), backward)
+    return models.over_layers(lambda w, h: models.block(w, cosine(h)))
+
+
 @pytest.mark.parametrize(
-    ("model", "reason"), [(with_effects, EFFECTS), (with_references, REFERENCES), (with_offloading, OFFLOADED)]
+    ("model", "reason"),
+    [
+        (with_effects, EFFECTS),
+        (with_references, REFERENCES),
+        (with_offloading, OFFLOADED),
+        (with_residuals_put_on_the_host, OFFLOADED),
+    ],
 )
 def test_loops_that_must_stay_are_left_with_a_reason(model, reason):
     found, _, _ = captured(model)

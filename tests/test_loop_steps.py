@@ -119,6 +119,93 @@ def test_a_gradient_inside_a_scan_is_divided_into_segments_there():
     jax.tree.map(np.testing.assert_array_equal, plain(*arguments), optimized(*arguments))
 
 
+def solver(*, prints: bool = False):
+    """Gradient descent in a `while`, until the loss is small: how many steps that are depends on the data."""
+
+    def loss(params, x):
+        for w in params:
+            x = jnp.tanh(jnp.sin(x @ w))
+        return (x**2).mean()
+
+    def step(params, x):
+        def going_on(carry):
+            _, value, count = carry
+            return (count < 5) & (value > 1e-6)
+
+        def turn(carry):
+            params, _, count = carry
+            value, gradients = jax.value_and_grad(loss)(params, x)
+            if prints:
+                jax.debug.callback(lambda value: None, value)
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value, count + 1
+
+        return lax.while_loop(going_on, turn, (params, jnp.float32(1), 0))
+
+    return step, ([models.normal(i, 16, 16) for i in range(8)], models.normal(20, 512, 16))
+
+
+def solver_of_layers():
+    """The same with layers in a `scan`: there is a pair of loops in the body."""
+
+    def step(params, x):
+        def turn(carry):
+            params, count = carry
+            loss = lambda p: (lax.scan(lambda h, w: (models.block(w, h), None), x, p)[0] ** 2).mean()  # noqa: E731
+            return jax.tree.map(lambda p, g: p - 0.1 * g, params, jax.grad(loss)(params)), count + 1
+
+        return lax.while_loop(lambda carry: carry[1] < 3, turn, (params, 0))
+
+    return step, (models.layers(), models.normal(8, 256, models.WIDTH))
+
+
+def solver_in(kind):
+    """The first of these in something else."""
+    step, (params, x) = solver()
+
+    def in_a_branch(params, x):
+        return lax.cond(x[0, 0] > 9, lambda: (params, 0.0, 0), lambda: step(params, x))
+
+    def in_a_scan(params, x):
+        return lax.scan(lambda params, x: step(params, x)[:2], params, jnp.stack([x, 2 * x]))
+
+    def mapped(params, x):
+        return jax.vmap(step, (None, 0))(params, jnp.stack([x, 2 * x]))
+
+    return {"branch": in_a_branch, "scan": in_a_scan, "map": mapped}[kind], (params, x)
+
+
+SOLVERS = {
+    "layers unrolled": solver,
+    "layers in a scan": solver_of_layers,
+    **{f"in a {kind}": functools.partial(solver_in, kind) for kind in ("branch", "scan", "map")},
+}
+
+
+@pytest.mark.parametrize("name", SOLVERS)
+def test_a_gradient_inside_a_while_loop_is_divided_into_segments_there(name: str) -> None:
+    step, arguments = SOLVERS[name]()
+    optimized = remat_opt.optimize(step, compiler_options=AS_USERS_COMPILE, verify=False)
+    assert optimized.plan(*arguments).loop_bodies >= 1
+    plain = jax.jit(step, compiler_options=AS_USERS_COMPILE)
+    temporary = [f.lower(*arguments).compile().memory_analysis().temp_size_in_bytes for f in (plain, optimized)]
+    assert temporary[1] < 0.7 * temporary[0]
+    jax.tree.map(np.testing.assert_array_equal, plain(*arguments), optimized(*arguments))
+
+
+def test_a_while_loop_on_a_gpu_needs_less() -> None:
+    step, arguments = solver()
+    planned, plain = remat_opt.optimize(step, target="h200", verify=False), jax.jit(step)
+    assert temporary_bytes(planned, arguments) < 0.6 * temporary_bytes(plain, arguments)
+
+
+def test_the_user_is_told_of_a_peak_in_a_loop_that_has_to_stay() -> None:
+    step, arguments = solver(prints=True)
+    with pytest.warns(remat_opt.RematWarning, match=r"peak is in a while \(.*has effects.*remat_opt\.checkpoint"):
+        plan = remat_opt.optimize(step).plan(*arguments)
+    assert plan.is_plain
+    assert "no gradient" not in plan.note
+
+
 def test_a_search_may_save_what_flash_attention_keeps_and_not_run_it_again():
     """Under a budget between all and nothing the dear results are saved first, without anybody naming them."""
     time, width, layers = 256, 16, 6

@@ -1,5 +1,6 @@
 """Zeros that something is written into come when that is there: same results, and no memory before."""
 
+import functools
 from collections.abc import Callable
 
 import jax
@@ -7,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
-from remat_opt import measure, optimize
+from remat_opt import RematWarning, measure, optimize
 from remat_opt.program import compat
 from remat_opt.program.inline import inline
 from remat_opt.write.zeros import LEAST_BYTES, loop_with_late_stacks, may_wait
@@ -56,6 +58,25 @@ def test_small_stacks_are_left(length: int, waits: bool) -> None:
     (equation,) = inline(jax.make_jaxpr(loop(False))(*inputs(length))).equations
     assert may_wait(equation) == waits
     assert 8 * 4 * ROWS * WIDTH < LEAST_BYTES < 80 * 4 * ROWS * WIDTH
+
+
+def test_a_loop_whose_stack_is_on_the_host_is_left() -> None:
+    """A user's offloading checkpoint round the layers of a scan, as MaxText has it."""
+    save = jax.checkpoint_policies.save_and_offload_only_these_names
+    names = {"names_which_can_be_saved": [], "names_which_can_be_offloaded": ["layer"]}
+    policy = save(**names, offload_src="device", offload_dst="pinned_host")
+
+    @functools.partial(jax.checkpoint, policy=policy)
+    def layer(x: jax.Array, w: jax.Array) -> tuple:
+        x = checkpoint_name(x, "layer")
+        return x + jnp.tanh(x @ w), None
+
+    def step(ws: jax.Array, x: jax.Array) -> jax.Array:
+        return ws - 0.1 * jax.grad(lambda ws: jnp.mean(lax.scan(layer, x, ws)[0] ** 2))(ws)
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4, 256, 256), (512, 256))]
+    with pytest.warns(RematWarning, match="moves residuals to the host's memory"):
+        optimize(step, target="h200").lower(*shapes)
 
 
 def test_a_loop_that_prints_is_left() -> None:

@@ -196,6 +196,9 @@ def _elements_of(reader: Reader, graph: Graph) -> list[int]:
 def reused_by_results(primitive: Any, params: dict[str, Any], inputs: int) -> tuple[bool, ...]:
     """For each input of a body whether a result takes its place: what a loop carries, and all that a device has of a
     mapped function."""
+    if primitive is P.while_p:
+        _, carries = compat.loop_counts(params)
+        return tuple(at >= inputs - carries for at in range(inputs))
     if primitive is P.scan_p:
         constants, carries = compat.scan_counts(params)
         return tuple(constants <= at < constants + carries for at in range(inputs))

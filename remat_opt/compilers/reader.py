@@ -247,7 +247,7 @@ class Reader:
         elif equation.primitive is P.dot_general_p:  # a transposed matrix is a matrix that is read otherwise
             inputs = tuple(self.transposed.get(value, value) for value in inputs)
         inputs = self.behind(inputs)
-        if equation.primitive is P.scan_p:
+        if equation.primitive in (P.scan_p, P.while_p):
             op = self.in_place(equation, op)
         loops = workspace_of_loops(equation.primitive, equation.params, self.peak_of_body)
         workspace = max(workspace_of(equation, self.program, self.platform), loops)
@@ -257,7 +257,7 @@ class Reader:
     def in_place(self, equation: Equation, op: Op) -> Op:
         """A loop's carries are updated where they lie: a last one takes the first one's place, where the loop is the
         only one to read that, and for nothing else. Who reads it then runs after the loop."""
-        constants, carries = compat.scan_counts(equation.params)
+        constants, carries = compat.loop_counts(equation.params)
         given = set(self.program.inputs) - self.donated
         token = self.new(0)
         kept = list(op.outputs)

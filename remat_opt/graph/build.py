@@ -26,6 +26,8 @@ from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, REDUCTI
 from remat_opt.program.random_masks import masks_of_bits
 from remat_opt.program.splits import by_slices
 
+WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
+
 PeakOfBody = Callable[[Any, dict[str, Any], Any], int]
 """The most temporary bytes that a body needs: of a primitive with its parameters, which have the body's jaxpr."""
 
@@ -179,9 +181,9 @@ def _carried_in_place(
     equation: Equation, program: Program, buffers: Collection[int], readers: Mapping[int, int]
 ) -> int:
     """Bytes of what a loop carries in the buffers that it begins with: those that nothing else reads."""
-    if equation.primitive is not P.scan_p:
+    if equation.primitive not in (P.scan_p, P.while_p):
         return 0
-    first, count = compat.scan_counts(equation.params)
+    first, count = compat.loop_counts(equation.params)
     carries, given = [x for x in equation.inputs[first : first + count] if isinstance(x, int)], {*program.inputs}
     return sum(
         bytes_of(program.avals[value])
@@ -198,7 +200,7 @@ def workspace_of_loops(primitive: Any, params: dict[str, Any], peak_of_body: Pea
     if primitive in ELEMENTWISE:  # most are, and none of these has a program of its own
         return 0
     jaxprs = compat.jaxprs_in(params)
-    if primitive in (P.scan_p, P.cond_p, compat.shard_map_p):
+    if primitive in WITH_BODIES:
         return max(peak_of_body(primitive, params, jaxpr) for jaxpr in jaxprs)
     inner = [equation for jaxpr in jaxprs for equation in compat.bare_jaxpr(jaxpr).eqns]
     return max((workspace_of_loops(equation.primitive, equation.params, peak_of_body) for equation in inner), default=0)

@@ -118,9 +118,21 @@ def read_loop(program: Program, equation: Equation, *, keep_checkpoints: bool) -
         keep_checkpoints: leave the user's own `jax.checkpoint` regions in the body as single equations.
     """
     constants, carry = compat.scan_counts(equation.params)
-    body = inline(equation.params["jaxpr"], keep_checkpoints=keep_checkpoints)
-    body = in_two_parts(by_comparison(body) if program.compares else body)
-    return Loop(equation, constants, carry, within(program, equation, body))
+    body = body_of(program, equation, equation.params["jaxpr"], keep_checkpoints=keep_checkpoints)
+    return Loop(equation, constants, carry, body)
+
+
+def body_of(program: Program, equation: Equation, jaxpr: Any, *, keep_checkpoints: bool) -> Program:
+    """Flatten a body of an equation.
+
+    Args:
+        program: that the equation is part of.
+        equation: a loop.
+        jaxpr: the body, one of the equation's parameters.
+        keep_checkpoints: leave the user's own `jax.checkpoint` regions in the body as single equations.
+    """
+    body = inline(jaxpr, keep_checkpoints=keep_checkpoints)
+    return within(program, equation, in_two_parts(by_comparison(body) if program.compares else body))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Bodies are programs, too: their own pairs are written again, and those with a turning point get segments.
 
 A pair inside a body comes from nested loops; a turning point inside a body from a gradient that is taken there, as of
-micro-batches in a `scan`, of a step of one device in a `shard_map`, or of a step that is left out under a condition.
+micro-batches in a `scan`, of a solver's steps in a `while`, of a step of one device in a `shard_map`, or of a step that
+is left out under a condition.
 """
 
 from __future__ import annotations
@@ -14,16 +15,18 @@ from jax.extend.core import primitives
 
 from remat_opt.graph.build import peak_as_written
 from remat_opt.graph.cost import Rates
-from remat_opt.loops.body import Loop, is_loop, read_loop
+from remat_opt.loops.body import Atom, body_of, read_loop
 from remat_opt.loops.choose import choose
-from remat_opt.loops.pairs import Pair
-from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of
+from remat_opt.loops.pairs import Pair, reason_to_stay_out
+from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of, while_of
 from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program, inline, within
 
 OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Body | None"]
 """Divide a body with a turning point into segments; which of its inputs may be overwritten. None: nothing to gain."""
+
+Entered = tuple[Instead, int, "int | None"]
 
 
 def rewrite_inside(
@@ -71,45 +74,75 @@ class _Inside:
         splicing = Splicing(program)
         count = 0
         for index, equation in enumerate(program.equations):
-            if equation.effects or not left.isdisjoint(equation.outputs):
+            enter = _ENTERED.get(equation.primitive)
+            if enter is None or not left.isdisjoint(equation.outputs) or reason_to_stay_out(equation):
                 continue
             repeats = repeating or not program.run_once.isdisjoint(equation.outputs)
-            if is_loop(equation):
-                loop = read_loop(program, equation, keep_checkpoints=self.keep_checkpoints or repeats)
-                body, inner, workspace = self.body(loop, repeats)
-                if inner:
-                    splicing.replace(index, scan_of(loop, emit_of(body)), workspace)
-            elif equation.primitive is compat.remat_p and repeats:
-                region = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=True))
-                region, inner = self.rewrite(region, repeating=True)
-                if inner:
-                    splicing.replace(index, checkpoint_of(equation, emit_of(region)))
-            elif equation.primitive in (primitives.cond_p, compat.shard_map_p) and not repeats:
-                free = tuple(value in reusable for value in equation.inputs)
-                instead, inner, workspace = self.regions(program, equation, free)
-                if inner:
-                    splicing.replace(index, instead, workspace)
-            else:
-                continue
-            count += inner
+            free = tuple(value in reusable for value in equation.inputs)
+            instead, inner, workspace = enter(self, program, equation, repeats, free)
+            if inner:
+                splicing.replace(index, instead, workspace)
+                count += inner
         return (splicing.result(), count) if count else (program, 0)
 
-    def body(self, loop: Loop, repeats: bool) -> tuple[Program, int, int | None]:
-        """A loop's body written again, how many bodies that were, 0 if nothing was gained, and its bytes if known."""
-        if loop.body.has_references or loop.body.effects:
-            return loop.body, 0, None
-        carried = [
-            (before, after)
-            for before, after in zip(loop.body_carry, loop.next_carry, strict=True)
-            if not isinstance(after, Constant)
-        ]
-        loops = choose(loop.body, self.rates, carried, keep_checkpoints=self.keep_checkpoints or repeats)
-        body = rewrite_loops(loop.body, loops.pairs, loops.chosen, carried)
+    # Each gives what is done instead of an equation, how many of its bodies were written again for that, and the bytes
+    # that they need, where these are known.
+
+    def scan(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
+        loop = read_loop(program, equation, keep_checkpoints=self.keep_checkpoints or repeats)
+        body, count, workspace = self.body(loop.body, loop.body_carry, loop.next_carry, repeats)
+        return scan_of(loop, emit_of(body)), count, workspace
+
+    def while_loop(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
+        keep = self.keep_checkpoints or repeats
+        body = body_of(program, equation, equation.params["body_jaxpr"], keep_checkpoints=keep)
+        _, constants = compat.while_counts(equation.params)
+        body, count, workspace = self.body(body, body.inputs[constants:], body.outputs, repeats)
+        return while_of(equation, emit_of(body)), count, workspace
+
+    def branches(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
+        emits, count, workspace = [], 0, 0
+        for jaxpr in () if repeats else equation.params["branches"]:
+            body = body_of(program, equation, jaxpr, keep_checkpoints=self.keep_checkpoints)
+            body, inner, peak = self.body(body, (), (), repeats)
+            emits.append(emit_of(body))
+            count += inner
+            workspace = max(workspace, peak_as_written(body, self.rates) if peak is None else peak)
+        return cond_of(equation, emits), count, workspace
+
+    def mapped(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
+        """Loops in what each device runs stay: what is traced there may name the axes of a mesh."""
+        body = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=self.keep_checkpoints))
+        better = None if repeats or self.optimise is None else self.optimise(body, free)
+        if better is None:
+            return shard_map_of(equation, emit_of(body)), 0, None
+        return shard_map_of(equation, better.emit), 1, better.peak
+
+    def checkpoint(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
+        """A region in a loop that repeats within already, as its bodies may hold loops."""
+        region = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=True))
+        region, count = self.rewrite(region, repeating=True) if repeats else (region, 0)
+        return checkpoint_of(equation, emit_of(region)), count, None
+
+    def body(
+        self, body: Program, before: Sequence[int], after: Sequence[Atom], repeats: bool
+    ) -> tuple[Program, int, int | None]:
+        """A body written again, how many bodies that were, 0 if nothing was gained, and its bytes if known.
+
+        Args:
+            body: one step of a loop, or a branch.
+            before: its inputs that are carried.
+            after: what is carried to the next step, in the same order.
+            repeats: whether it is part of a loop that repeats within already.
+        """
+        carried = [(one, next) for one, next in zip(before, after, strict=True) if not isinstance(next, Constant)]
+        loops = choose(body, self.rates, carried, keep_checkpoints=self.keep_checkpoints or repeats)
+        body = rewrite_loops(body, loops.pairs, loops.chosen, carried)
         body, count = self.rewrite(body, repeats, loops.pairs)
         count += bool(loops.chosen)
         workspace = None
         if self.optimise is not None and not repeats:
-            overwritten = tuple(value in loop.body_carry for value in body.inputs)
+            overwritten = tuple(value in before for value in body.inputs)
             better = self.optimise(body, overwritten)
             if better is not None:
                 avals = [body.avals[value] for value in body.inputs]
@@ -117,23 +150,14 @@ class _Inside:
                 count, workspace = count + (not loops.chosen), better.peak
         return body, count, workspace
 
-    def regions(self, program: Program, equation: Equation, donated: tuple[bool, ...]) -> tuple[Instead, int, int]:
-        """What is done instead of a `cond` or `shard_map`, how many of its bodies have segments then, and its bytes.
 
-        Pairs of loops in such a body stay: what is traced there may name the axes of a mesh.
-        """
-        mapped = equation.primitive is compat.shard_map_p
-        jaxprs = [equation.params["jaxpr"]] if mapped else equation.params["branches"]
-        emits, count, workspace = [], 0, 0
-        for jaxpr in jaxprs:
-            body = within(program, equation, inline(jaxpr, keep_checkpoints=self.keep_checkpoints))
-            better = None
-            if self.optimise is not None and not body.has_references:
-                better = self.optimise(body, donated if mapped else (False,) * len(body.inputs))
-            emits.append(better.emit if better else emit_of(body))
-            count += better is not None
-            workspace = max(workspace, better.peak if better else peak_as_written(body, self.rates))
-        return (shard_map_of(equation, emits[0]) if mapped else cond_of(equation, emits)), count, workspace
+_ENTERED = {
+    primitives.scan_p: _Inside.scan,
+    primitives.while_p: _Inside.while_loop,
+    primitives.cond_p: _Inside.branches,
+    compat.shard_map_p: _Inside.mapped,
+    compat.remat_p: _Inside.checkpoint,
+}
 
 
 def _read_once(program: Program, values: Collection[int]) -> set[int]:

@@ -84,7 +84,7 @@ class Pairs:
 EFFECTS = "its body has effects, whose number and order must stay"
 REFERENCES = "its body reads or writes mutable references"
 SHARED = "one of its scans belongs to another pair"
-OFFLOADED = "its body moves residuals to another memory, as its checkpoint policy says"
+OFFLOADED = "its body moves residuals to the host's memory and back"
 
 
 def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
@@ -155,26 +155,21 @@ def _opposite(forward: Equation, backward: Equation) -> bool:
 
 
 def _reason_to_leave(equation: Equation) -> str | None:
-    jaxpr = compat.bare_jaxpr(equation.params["jaxpr"])
-    if any(compat.is_reference(aval) for aval in _all_avals(jaxpr)):
+    if reason := reason_to_stay_out(equation):
+        return reason
+    is_offloaded = not all(map(compat.is_on_device, _all_avals(equation.params["jaxpr"])))
+    return OFFLOADED if is_offloaded else None
+
+
+def reason_to_stay_out(equation: Equation) -> str | None:
+    """Why the bodies of an equation have to stay as they are; None where they may be written again."""
+    if any(compat.is_reference(aval) for body in compat.jaxprs_in(equation.params) for aval in _all_avals(body)):
         return REFERENCES
-    if equation.effects:
-        return EFFECTS
-    if _offloads(jaxpr):
-        return OFFLOADED
-    return None
+    return EFFECTS if equation.effects else None
 
 
 def _all_avals(jaxpr: Any) -> Iterable[Any]:
-    for equation in jaxpr.eqns:
+    for equation in compat.bare_jaxpr(jaxpr).eqns:
         yield from (variable.aval for variable in (*equation.invars, *equation.outvars))
         for inner in compat.jaxprs_in(equation.params):
-            yield from _all_avals(compat.bare_jaxpr(inner))
-
-
-def _offloads(jaxpr: Any) -> bool:
-    return any(
-        (equation.primitive is compat.remat_p and compat.policy_offloads(equation.params["policy"]))
-        or any(_offloads(compat.bare_jaxpr(inner)) for inner in compat.jaxprs_in(equation.params))
-        for equation in jaxpr.eqns
-    )
+            yield from _all_avals(inner)

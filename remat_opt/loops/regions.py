@@ -1,4 +1,5 @@
-"""Regions that are one equation of a program, with other contents: a `scan`, a `cond`, a `shard_map`, a checkpoint."""
+"""Regions that are one equation of a program, with other contents: a `scan`, a `while`, a `cond`, a `shard_map`, a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -62,6 +63,17 @@ def scan_of(loop: Loop, body: Emit) -> Instead:
         return [*last, *ys]
 
     return scan
+
+
+def while_of(equation: Equation, body: Emit) -> Instead:
+    """The loop with another body, and its condition as it is, which may be of a whole batch."""
+    given = equation.params["body_jaxpr"].in_avals
+
+    def loop(*values):
+        params = {**equation.params, "body_jaxpr": jax.make_jaxpr(lambda *x: body(x))(*given)}
+        return compat.bind_equation(equation.primitive, params, _operands(equation, values))
+
+    return loop
 
 
 def cond_of(equation: Equation, branches: Sequence[Emit]) -> Instead:

@@ -82,17 +82,12 @@ class Splicing:
         for index, equation in enumerate(program.equations):
             if index not in (pair.backward_index, *absorbed):
                 read_later.update(x for x in equation.inputs if not isinstance(x, Constant))
+        repeats = recomputations(pair, choice)
         writer = PairWriter(
-            program,
-            pair,
-            choice,
-            recomputations(pair, choice),
-            update,
-            self.constant,
-            frozenset(read_later),
-            slices_apart,
-            steps,
+            program, pair, choice, repeats, update, self.constant, frozenset(read_later), slices_apart, steps
         )
+        # The reverse loop may read results of the forward loop that nothing else reads: a stack that is handed back.
+        writer = dataclasses.replace(writer, read_later=writer.read_later.union(writer.reverse_operands))
 
         operands = values_among(pair.forward.equation.inputs)
 

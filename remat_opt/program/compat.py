@@ -85,6 +85,11 @@ def is_reference(aval: Any) -> bool:
     return isinstance(aval, AbstractRef)
 
 
+def is_on_device(aval: Any) -> bool:
+    """Whether a value is in its device's own memory, and not in the host's, where offloading puts it."""
+    return getattr(aval, "memory_space", None) in (None, jax.memory.Space.Device)
+
+
 def policy_offloads(policy: Any) -> bool:
     """Whether a user's checkpoint policy moves residuals to another memory; such a region is left as it is."""
     return policy is not None and "offload" in getattr(policy, "__qualname__", type(policy).__qualname__).lower()
@@ -171,7 +176,12 @@ def equation_context(source_info: Any, context: Any, scope: str | None = None) -
 
 def place_of(source_info: Any) -> str:
     """Where an equation comes from: its name stack, and the line of the user's program."""
-    return f"{source_info.name_stack} {source_info_util.summarize(source_info)}"
+    return f"{source_info.name_stack} {line_of(source_info)}"
+
+
+def line_of(source_info: Any) -> str:
+    """The line of the user's program that an equation comes from."""
+    return source_info_util.summarize(source_info)
 
 
 def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
@@ -257,6 +267,18 @@ def scan_counts(params: dict[str, Any]) -> tuple[int, int]:
         return params["num_consts"], params["num_carry"]
     constants, carry, _ = params["ft_in"].unpack()
     return len(constants), len(carry)
+
+
+def while_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants of the condition, and then of the body, lead the inputs of a `while`; the rest is carried."""
+    return params["cond_nconsts"], params["body_nconsts"]
+
+
+def loop_counts(params: dict[str, Any]) -> tuple[int, int]:
+    """How many constants and how many carries lead the inputs of a `scan` or a `while`."""
+    if "body_jaxpr" in params:
+        return sum(while_counts(params)), len(params["body_jaxpr"].out_avals)
+    return scan_counts(params)
 
 
 def without_dead_code(closed: Any) -> Any:

@@ -39,9 +39,11 @@ def zeros_after(avals: Sequence[Any], wanted: Any) -> tuple[list[Any], Any]:
 
 
 def may_wait(equation: Equation) -> bool:
-    """Whether a `scan` fills stacks of some size, which can be zeros, and nothing else happens in it."""
+    """Whether a `scan` fills stacks of some size on its device, which can be zeros, and nothing else happens in it."""
     stacks = stacks_of(equation.params)
-    if equation.effects or any(jax.dtypes.issubdtype(stack.dtype, jax.dtypes.extended) for stack in stacks):
+    if equation.effects or not all(map(compat.is_on_device, equation.params["jaxpr"].out_avals)):
+        return False
+    if any(jax.dtypes.issubdtype(stack.dtype, jax.dtypes.extended) for stack in stacks):
         return False
     return are_worth_a_barrier(stacks)
 
