@@ -30,11 +30,19 @@ def with_ours(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "compiler_options": ours} if ours else dict(options)
 
 
-def standing_for(fun: Callable, write: Callable[[tuple, dict], Any]) -> Callable:
-    """`write(args, kwargs)` with the name and the signature of the user's function, which jit reads its options by."""
+def standing_for(fun: Callable, writer: Callable[[], Callable[[tuple, dict], Any] | None]) -> Callable:
+    """A function for `jax.jit` with the name and the signature of the user's, which jit reads its options by.
+
+    Args:
+        fun: the user's function.
+        writer: gives what is called with `(args, kwargs)` in its place: a `weakref.WeakMethod` where the object keeps
+            the jitted function, which would else keep the object.
+    """
 
     @functools.wraps(fun)
     def standing(*args, **kwargs):
+        write = writer()
+        assert write is not None, "the object that keeps the jitted function is alive while it is called"
         return write(args, kwargs)
 
     named = fun

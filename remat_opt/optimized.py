@@ -6,6 +6,11 @@ the call below plans outside of any trace, with the real arguments at hand, and 
 once a signature is compiled, keys are jit's own, and the executable that was compiled to check a budget is the one that
 the call uses.
 
+What is known of a signature is kept by the jaxpr that JAX caches for it, weakly: it goes when JAX drops the trace
+(`jax.clear_caches()`, a full cache). The user's function is traced once; a step that runs as it was given is written
+from that jaxpr, too. Nothing here points back to the `OptimizedFunction` but weakly, so that dropping it frees all that
+the step closes over at once.
+
 The jit has our compiler options once a signature is rewritten; as long as all run as they were given it has the user's
 alone. Where a second candidate for one signature has to be tried, the jit is made anew, and other signatures compile
 again at their next call.
@@ -19,7 +24,8 @@ import functools
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import jax
@@ -61,12 +67,13 @@ class OptimizedFunction:
         self._options = options
         self._plain = jax.jit(fun, **options)
         self._jitted: Any = None
-        self._inner = jax.jit(standing_for(fun, self._write_inside), **options)
-        self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
-        self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
-        self._written: dict[int, Solution] = {}  # what the present jit has traced, by the same key
+        self._inner = jax.jit(standing_for(fun, weakref.WeakMethod(self._write_inside)), **options)
+        # All by the plain step's jaxpr, which JAX's caches hold, and nothing here does.
+        self._decisions: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()
+        self._provisional: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()  # where nothing was compiled
+        self._written: MutableMapping[Any, Solution] = weakref.WeakKeyDictionary()  # what the present jit has traced
+        self._proven: weakref.WeakSet[Any] = weakref.WeakSet()  # where errors are not to be raised, what was compiled
         self._with_ours = False  # whether the present jit has our compiler options
-        self._proven: set[int] = set()  # where errors are not to be raised, what was compiled, by the same key
         self._lock = threading.RLock()
         self._handed = threading.local()
         self._teller = Teller(fun, settings)
@@ -184,7 +191,15 @@ class OptimizedFunction:
         with self._lock:
             self._decisions.clear()
             self._provisional.clear()
+            self._plain.clear_cache()
+            self._inner.clear_cache()
             self._forget_compiled()
+
+    _clear_cache = clear_cache  # as tests of jitted functions call it
+
+    def _cache_size(self) -> int:
+        """As of `jax.jit(fun)`: how many signatures of calls are compiled at present."""
+        return self._jitted._cache_size() if self._jitted is not None else 0
 
     # Planning on a miss
 
@@ -202,7 +217,7 @@ class OptimizedFunction:
     def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
         """The decision if it can be written, and compiled where asked, else to run the step as it was given. A call
         uses what was compiled here."""
-        key = id(decision.prepared.captured.traced.jaxpr)
+        key = self._plain.trace(*args, **kwargs).jaxpr
         stage = "writing"
         try:
             with self._hand(decision.prepared, decision.solution):
@@ -224,7 +239,7 @@ class OptimizedFunction:
         with self._lock:
             started = time.perf_counter()
             traced = self._plain.trace(*args, **kwargs)
-            key = id(traced.jaxpr)
+            key = traced.jaxpr
             # Inside another transform nothing can be compiled: what is decided there is no promise for calls outside.
             provisional = self._settings.budget.is_promise and not compat.outside_of_any_trace()
             decisions = self._provisional if provisional else self._decisions
@@ -235,18 +250,18 @@ class OptimizedFunction:
             except Exception as error:
                 if self._settings.on_error == "raise":
                     raise
-                prepared, failure = unread(traced, self.target), error
+                prepared, failure = unread(compat.own_copy(traced), self.target), error
             prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
             if failure is None:
                 decision = self._decide(prepared, args, kwargs)
             else:
                 decision = as_given_after(failure, "reading the step", prepared, self._settings)
-            self._teller.tell(decision)
             if not prepared.captured.closed_over:
                 decisions[key] = decision
             rewritten = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
             if rewritten != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
                 self._forget_compiled(rewritten)
+            self._teller.tell(decision)  # last: where warnings are errors, the next call runs what was decided
             return decision
 
     def prepare(self, *args, **kwargs) -> Prepared:
@@ -256,7 +271,9 @@ class OptimizedFunction:
     def _prepare(self, traced: Any, args: tuple, kwargs: dict) -> Prepared:
         settings = self._settings
         target = resolve_target(settings.target)
-        captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
+        captured = capture_traced(
+            compat.own_copy(traced), platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints
+        )
         marks = "" if is_divided(captured.program, (args, kwargs), self._options) else None
         program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
         return prepare(dataclasses.replace(captured, program=program), target)
@@ -283,12 +300,13 @@ class OptimizedFunction:
             return compile_candidate(prepared, solution, self._options.get("compiler_options"))
         if solution is None and self._settings.budget.fraction is not None:
             # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
-            return compile_as_called(jax.jit(self._fun, **with_ours(self._options)), prepared.target, args, kwargs)
+            plain = jax.jit(standing_for(self._fun, lambda: self._write_plain), **with_ours(self._options))
+            return compile_as_called(plain, prepared.target, args, kwargs)
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
         rewritten = not runs_as_given(prepared, solution)
-        if rewritten != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:
+        if rewritten != self._with_ours or self._plain.trace(*args, **kwargs).jaxpr in self._written:
             self._forget_compiled(rewritten)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
             return compile_as_called(self._jitted or self._make_jitted(), prepared.target, args, kwargs)
@@ -304,7 +322,7 @@ class OptimizedFunction:
 
     def _forget_compiled(self, with_ours: bool = False) -> None:
         self._jitted = None
-        self._written = {}
+        self._written.clear()
         self._proven.clear()
         self._with_ours = with_ours
 
@@ -313,16 +331,16 @@ class OptimizedFunction:
     def _make_jitted(self) -> Any:
         with self._lock:
             if self._jitted is None:
-                self._written = {}
+                self._written.clear()
                 options = with_ours(self._options) if self._with_ours else self._options
-                self._jitted = jax.jit(standing_for(self._fun, self._write), **options)
+                self._jitted = jax.jit(standing_for(self._fun, weakref.WeakMethod(self._write)), **options)
             return self._jitted
 
     def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
         handed = getattr(self._handed, "candidate", None)
         if handed is not None:
             return handed
-        key = id(traced.jaxpr)
+        key = traced.jaxpr
         decision = self._decisions.get(key)
         if decision is None:
             raise _PlanNeeded
@@ -335,10 +353,16 @@ class OptimizedFunction:
             return self._fun(*args, **kwargs)  # under jax.disable_jit
         traced = self._plain.trace(*args, **kwargs)
         prepared, solution = self._candidate(traced)
-        self._written[id(traced.jaxpr)] = solution
+        self._written[traced.jaxpr] = solution
         if runs_as_given(prepared, solution):
-            return self._fun(*args, **kwargs)
+            return self._write_plain(args, kwargs)
         return jax.tree.unflatten(traced.out_tree, prepared.emit(solution, dynamic_leaves(args, kwargs)))
+
+    def _write_plain(self, args: tuple, kwargs: dict) -> Any:
+        """The step as it was given, from its jaxpr: the user's function is not called again."""
+        traced = self._plain.trace(*args, **kwargs)
+        leaves = [*compat.closed_over_tracers(traced), *dynamic_leaves(args, kwargs)]
+        return jax.tree.unflatten(traced.out_tree, compat.function_of_jaxpr(traced)(*leaves))
 
     # Inside another transform
 

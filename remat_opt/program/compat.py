@@ -7,6 +7,7 @@ taken from where the installed version keeps it, and each such place says what i
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -410,6 +411,14 @@ def item_bytes(dtype: Any) -> int:
 def closed_over_tracers(traced: Any) -> tuple[Any, ...]:
     """Values of an outer transform that a traced function reads from its closure; they lead its jaxpr's inputs."""
     return tuple(traced._consts) if traced._num_consts else ()
+
+
+def own_copy(traced: Any) -> Any:
+    """JAX's record of a traced function with a jaxpr object of its own: keeping it does not keep the jaxpr object that
+    JAX's caches hold, so that a weak reference to that one tells when they drop it."""
+    mine = copy.copy(traced)
+    mine._params = {**traced._params, "jaxpr": copy.copy(traced.jaxpr)}
+    return mine
 
 
 def function_of_jaxpr(traced: Any) -> Callable[..., list[Any]]:
