@@ -34,7 +34,7 @@ from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.compiling import compile_as_called, compile_candidate
 from remat_opt.deciding import Decision, runs_as_given
-from remat_opt.falling_back import as_given_after, failure_note, unread
+from remat_opt.falling_back import as_given_after, failure_note, of_symbolic_shapes, unread
 from remat_opt.jit_options import standing_for, with_ours
 from remat_opt.plan import Plan
 from remat_opt.planning import decide
@@ -245,18 +245,8 @@ class OptimizedFunction:
             decisions = self._provisional if provisional else self._decisions
             if key in decisions:
                 return decisions[key]
-            try:
-                prepared, failure = self._prepare(traced, args, kwargs), None
-            except Exception as error:
-                if self._settings.on_error == "raise":
-                    raise
-                prepared, failure = unread(compat.own_copy(traced), self.target), error
-            prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
-            if failure is None:
-                decision = self._decide(prepared, args, kwargs)
-            else:
-                decision = as_given_after(failure, "reading the step", prepared, self._settings)
-            if not prepared.captured.closed_over:
+            decision = self._decide_traced(traced, started, args, kwargs)
+            if not decision.prepared.captured.closed_over:
                 decisions[key] = decision
             rewritten = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
             if rewritten != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
@@ -264,16 +254,36 @@ class OptimizedFunction:
             self._teller.tell(decision)  # last: where warnings are errors, the next call runs what was decided
             return decision
 
+    def _decide_traced(self, traced: Any, started: float, args: tuple, kwargs: dict) -> Decision:
+        record = compat.own_copy(traced)
+        if symbolic := compat.symbolic_inputs(traced):
+            return of_symbolic_shapes(record, self.target, self._settings, symbolic)
+        try:
+            prepared, failure = self._prepare(record, args, kwargs), None
+        except Exception as error:
+            if self._settings.on_error == "raise":
+                raise
+            prepared, failure = unread(record, self.target), error
+        prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
+        if failure is not None:
+            return as_given_after(failure, "reading the step", prepared, self._settings)
+        return self._decide(prepared, args, kwargs)
+
     def prepare(self, *args, **kwargs) -> Prepared:
-        """Trace and read the step for these arguments, without searching."""
-        return self._prepare(self._plain.trace(*args, **kwargs), args, kwargs)
+        """Trace and read the step for these arguments, without searching.
+
+        Raises:
+            ValueError: shapes are symbolic.
+        """
+        traced = self._plain.trace(*args, **kwargs)
+        if symbolic := compat.symbolic_inputs(traced):
+            raise ValueError(f"expected shapes of numbers, whose bytes can be counted, got {symbolic[0]}")
+        return self._prepare(traced, args, kwargs)
 
     def _prepare(self, traced: Any, args: tuple, kwargs: dict) -> Prepared:
         settings = self._settings
         target = resolve_target(settings.target)
-        captured = capture_traced(
-            compat.own_copy(traced), platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints
-        )
+        captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
         marks = "" if is_divided(captured.program, (args, kwargs), self._options) else None
         program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
         return prepare(dataclasses.replace(captured, program=program), target)

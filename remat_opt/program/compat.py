@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import numpy as np
 from jax import lax
 from jax._src import config as _config
@@ -411,6 +412,12 @@ def item_bytes(dtype: Any) -> int:
 def closed_over_tracers(traced: Any) -> tuple[Any, ...]:
     """Values of an outer transform that a traced function reads from its closure; they lead its jaxpr's inputs."""
     return tuple(traced._consts) if traced._num_consts else ()
+
+
+def symbolic_inputs(traced: Any) -> list[str]:
+    """The types of a traced function's inputs whose shapes have symbolic dimensions (`jax.export.symbolic_shape`)."""
+    types = [variable.aval for variable in input_variables(traced.jaxpr)]
+    return [str(aval) for aval in types if any(map(jax.export.is_symbolic_dim, getattr(aval, "shape", ())))]
 
 
 def own_copy(traced: Any) -> Any:
