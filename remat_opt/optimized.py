@@ -37,6 +37,7 @@ from remat_opt.deciding import Decision, runs_as_given
 from remat_opt.falling_back import as_given_after, failure_note, of_symbolic_shapes, unread
 from remat_opt.jit_options import standing_for, with_ours
 from remat_opt.plan import Plan
+from remat_opt.plan_files import saved_or_new
 from remat_opt.planning import decide
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
@@ -65,9 +66,9 @@ class OptimizedFunction:
         self._fun = fun
         self._settings = settings
         self._options = options
-        self._plain = jax.jit(fun, **options)
+        self._plain: Any = jax.jit(fun, **options)
         self._jitted: Any = None
-        self._inner = jax.jit(standing_for(fun, weakref.WeakMethod(self._write_inside)), **options)
+        self._inner: Any = jax.jit(standing_for(fun, weakref.WeakMethod(self._write_inside)), **options)
         # All by the plain step's jaxpr, which JAX's caches hold, and nothing here does.
         self._decisions: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()
         self._provisional: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()  # where nothing was compiled
@@ -293,7 +294,8 @@ class OptimizedFunction:
         outside = compat.outside_of_any_trace()
         measure = functools.partial(self._measure, args, kwargs) if outside and settings.verify else None
         try:
-            decision = decide(prepared, settings, measure)
+            new = functools.partial(decide, prepared, settings, measure)
+            decision = saved_or_new(prepared, settings, self._options, measure is not None, new)
             if settings.repeat_collectives or settings.plan is not None:
                 return decision
             if measure is not None and program.marks is not None:
@@ -310,8 +312,7 @@ class OptimizedFunction:
             return compile_candidate(prepared, solution, self._options.get("compiler_options"))
         if solution is None and self._settings.budget.fraction is not None:
             # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
-            plain = jax.jit(standing_for(self._fun, lambda: self._write_plain), **with_ours(self._options))
-            return compile_as_called(plain, prepared.target, args, kwargs)
+            return compile_as_called(jax.jit(self._fun, **with_ours(self._options)), prepared.target, args, kwargs)
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
@@ -364,15 +365,12 @@ class OptimizedFunction:
         traced = self._plain.trace(*args, **kwargs)
         prepared, solution = self._candidate(traced)
         self._written[traced.jaxpr] = solution
-        if runs_as_given(prepared, solution):
-            return self._write_plain(args, kwargs)
-        return jax.tree.unflatten(traced.out_tree, prepared.emit(solution, dynamic_leaves(args, kwargs)))
-
-    def _write_plain(self, args: tuple, kwargs: dict) -> Any:
-        """The step as it was given, from its jaxpr: the user's function is not called again."""
-        traced = self._plain.trace(*args, **kwargs)
         leaves = [*compat.closed_over_tracers(traced), *dynamic_leaves(args, kwargs)]
-        return jax.tree.unflatten(traced.out_tree, compat.function_of_jaxpr(traced)(*leaves))
+        if runs_as_given(prepared, solution):  # from its jaxpr: the user's function is not called again
+            results = compat.function_of_jaxpr(traced)(*leaves)
+        else:
+            results = prepared.emit(solution, leaves)
+        return jax.tree.unflatten(traced.out_tree, results)
 
     # Inside another transform
 

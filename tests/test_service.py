@@ -4,6 +4,7 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -14,7 +15,7 @@ import pytest
 from jax import lax
 
 import remat_opt
-from remat_opt import Plan, RematWarning, frontier, optimize
+from remat_opt import InfeasibleBudget, Plan, RematWarning, frontier, optimize
 
 PARAMS = [jnp.eye(32) * 0.5] * 4
 X = jnp.ones((128, 32))
@@ -136,6 +137,78 @@ def test_dropping_the_function_frees_what_it_closes_over(use: str, options: str)
         USES[use](optimized)
         del scale, optimized
         assert kept() is None
+
+
+# Plans beside the persistent compilation cache
+
+
+@pytest.fixture
+def plan_folder(tmp_path: Path) -> Iterator[Path]:
+    """Where plans are, with a persistent compilation cache that keeps all."""
+    options = {"jax_compilation_cache_dir": str(tmp_path), "jax_persistent_cache_min_compile_time_secs": 0.0}
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in options.items():
+        jax.config.update(name, value)
+    yield tmp_path / "remat_opt_plans"
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
+@pytest.mark.parametrize("options", [{"verify": False}, {"budget": 0.7}, {"budget": "10MB"}], ids=str)
+@pytest.mark.parametrize("network", [layers, scanned])
+def test_a_step_is_planned_once_for_all_processes(
+    network: Callable, options: dict, plan_folder: Path, decisions: list[weakref.ref]
+) -> None:
+    optimized = [optimize(step_of(network), **options) for _ in range(2)]
+    plans = [one.plan(PARAMS, X) for one in optimized]
+    assert plans[0] == plans[1]
+    assert len(decisions) == len(list(plan_folder.iterdir())) == 1
+    results = [one(PARAMS, X) for one in optimized]
+    jax.tree.map(np.testing.assert_array_equal, *results)
+
+
+@pytest.mark.filterwarnings("ignore::remat_opt.RematWarning")
+def test_another_request_is_planned_anew(plan_folder: Path, decisions: list[weakref.ref]) -> None:
+    requests: list[dict] = [{}, {"donate_argnums": 0}, {"target": "h200"}, {"budget": "min"}, {"solver": "chen"}]
+    for request in requests:
+        optimize(step_of(), verify=False, **request).plan(PARAMS, X)
+    optimize(step_of(), verify=False).plan(PARAMS, X[::2])
+    assert len(decisions) == len(list(plan_folder.iterdir())) == len(requests) + 1
+    with pytest.raises(InfeasibleBudget):
+        optimize(step_of(), budget=1).plan(PARAMS, X)
+    assert len(list(plan_folder.iterdir())) == len(requests) + 1
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda text: text[: len(text) // 2],
+        lambda text: "\udc80",
+        lambda text: "[" * 100_000,
+        lambda text: text.replace('"fingerprint": "', '"fingerprint": "0'),
+        lambda text: text.replace('"budget": "min"', '"budget": null'),
+        lambda text: text.replace(jax.__version__, "0.0"),
+        lambda text: "{}",
+    ],
+    ids=["cut", "bytes", "nested", "program", "request", "version", "empty"],
+)
+def test_a_damaged_plan_is_ignored_and_written_anew(
+    damage: Callable, plan_folder: Path, decisions: list[weakref.ref]
+) -> None:
+    plan = optimize(step_of(), budget="min", verify=False).plan(PARAMS, X)
+    (path,) = plan_folder.iterdir()
+    text = path.read_text()
+    path.write_text(damage(text), errors="surrogateescape")
+    assert path.read_bytes() != text.encode()
+    assert optimize(step_of(), budget="min", verify=False).plan(PARAMS, X) == plan
+    assert len(decisions) == 2
+    assert Plan.load(path) == plan
+
+
+def test_a_folder_that_cannot_be_written_is_left(plan_folder: Path) -> None:
+    plan_folder.write_text("a file in its place")
+    assert not optimize(step_of(), verify=False).plan(PARAMS, X).is_plain
+    assert plan_folder.read_text() == "a file in its place"
 
 
 # How often the user's function is traced
