@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from remat_opt.deciding import Decision
@@ -37,13 +38,38 @@ def as_given_after(error: Exception, stage: str, prepared: Prepared, settings: S
         return run_as_given(unread(prepared.captured.traced, prepared.target), settings, note)
 
 
+def of_symbolic_shapes(traced: Any, target: Target, settings: Settings, symbolic: Sequence[str]) -> Decision:
+    """The decision for a step with symbolic shapes: it runs as it was given, for memory is counted in sizes.
+
+    Args:
+        traced: the step.
+        target: the device that it is for.
+        settings: what the user asked for.
+        symbolic: types of its inputs with symbolic dimensions.
+
+    Raises:
+        ValueError: a budget or a plan was given, which only sizes can be held to.
+    """
+    asked = "a plan" if settings.plan is not None else "a budget" if settings.budget.is_promise else None
+    error = ValueError(
+        f"expected shapes of numbers to keep {asked}, got {symbolic[0]}, whose size is not known. Export the step once "
+        f"for each size, or without {asked}: then it runs as it was given"
+    )
+    if asked and settings.on_error == "raise":
+        raise error
+    note = f"symbolic shapes ({', '.join(symbolic)}) have no size to plan for"
+    note = failure_note("planning", error) if asked else note
+    return run_as_given(unread(traced, target), settings, note)
+
+
 def unread(traced: Any, target: Target) -> Prepared:
     """A step that is to run as it was given, of which nothing is known but its inputs: no model is asked of it."""
     closed_over = compat.closed_over_tracers(traced)
     avals = tuple(variable.aval for variable in compat.input_variables(traced.jaxpr))
     program = Program(avals, tuple(range(len(avals))), (), (), ())
     captured = Captured(traced, program, program, (False,) * len(avals), closed_over)
-    graph = Graph(tuple(map(bytes_of, avals)), (), tuple(range(len(avals))))
+    no_sizes = bool(compat.symbolic_inputs(traced))
+    graph = Graph(tuple(0 if no_sizes else bytes_of(aval) for aval in avals), (), tuple(range(len(avals))))
     prepared = Prepared(captured, Bridge(graph, program, (), {}), target, {"graph": 0.0})
     prepared.__dict__.update(
         graph_as_given=graph, as_given=0, peak_in_order=0, fingerprint="unread", names=lambda choice: {}

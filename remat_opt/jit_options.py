@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -30,11 +31,19 @@ def with_ours(options: dict[str, Any]) -> dict[str, Any]:
     return {**options, "compiler_options": ours} if ours else dict(options)
 
 
-def standing_for(fun: Callable, write: Callable[[tuple, dict], Any]) -> Callable:
-    """`write(args, kwargs)` with the name and the signature of the user's function, which jit reads its options by."""
+def standing_for(fun: Callable, writer: weakref.WeakMethod) -> Callable:
+    """A function for `jax.jit` with the name and the signature of the user's, which jit reads its options by.
+
+    Args:
+        fun: the user's function.
+        writer: called with `(args, kwargs)` in its place; a method of the object that keeps the jitted function, which
+            must not keep the object.
+    """
 
     @functools.wraps(fun)
     def standing(*args, **kwargs):
+        write = writer()
+        assert write is not None, "the object is alive while the jitted function that it keeps is called"
         return write(args, kwargs)
 
     named = fun

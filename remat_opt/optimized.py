@@ -6,6 +6,11 @@ the call below plans outside of any trace, with the real arguments at hand, and 
 once a signature is compiled, keys are jit's own, and the executable that was compiled to check a budget is the one that
 the call uses.
 
+What is known of a signature is kept by the jaxpr that JAX caches for it, weakly: it goes when JAX drops the trace
+(`jax.clear_caches()`, a full cache). The user's function is traced once; a step that runs as it was given is written
+from that jaxpr, too. Nothing here points back to the `OptimizedFunction` but weakly, so that dropping it frees all that
+the step closes over at once.
+
 The jit has our compiler options once a signature is rewritten; as long as all run as they were given it has the user's
 alone. Where a second candidate for one signature has to be tried, the jit is made anew, and other signatures compile
 again at their next call.
@@ -19,7 +24,8 @@ import functools
 import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import jax
@@ -28,9 +34,10 @@ from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.compiling import compile_as_called, compile_candidate
 from remat_opt.deciding import Decision, runs_as_given
-from remat_opt.falling_back import as_given_after, failure_note, unread
+from remat_opt.falling_back import as_given_after, failure_note, of_symbolic_shapes, unread
 from remat_opt.jit_options import standing_for, with_ours
 from remat_opt.plan import Plan
+from remat_opt.plan_files import saved_or_new
 from remat_opt.planning import decide
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
@@ -59,14 +66,15 @@ class OptimizedFunction:
         self._fun = fun
         self._settings = settings
         self._options = options
-        self._plain = jax.jit(fun, **options)
+        self._plain: Any = jax.jit(fun, **options)
         self._jitted: Any = None
-        self._inner = jax.jit(standing_for(fun, self._write_inside), **options)
-        self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
-        self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
-        self._written: dict[int, Solution] = {}  # what the present jit has traced, by the same key
+        self._inner: Any = jax.jit(standing_for(fun, weakref.WeakMethod(self._write_inside)), **options)
+        # All by the plain step's jaxpr, which JAX's caches hold, and nothing here does.
+        self._decisions: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()
+        self._provisional: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()  # where nothing was compiled
+        self._written: MutableMapping[Any, Solution] = weakref.WeakKeyDictionary()  # what the present jit has traced
+        self._proven: weakref.WeakSet[Any] = weakref.WeakSet()  # where errors are not to be raised, what was compiled
         self._with_ours = False  # whether the present jit has our compiler options
-        self._proven: set[int] = set()  # where errors are not to be raised, what was compiled, by the same key
         self._lock = threading.RLock()
         self._handed = threading.local()
         self._teller = Teller(fun, settings)
@@ -184,7 +192,15 @@ class OptimizedFunction:
         with self._lock:
             self._decisions.clear()
             self._provisional.clear()
+            self._plain.clear_cache()
+            self._inner.clear_cache()
             self._forget_compiled()
+
+    _clear_cache = clear_cache  # as tests of jitted functions call it
+
+    def _cache_size(self) -> int:
+        """As of `jax.jit(fun)`: how many signatures of calls are compiled at present."""
+        return self._jitted._cache_size() if self._jitted is not None else 0
 
     # Planning on a miss
 
@@ -202,7 +218,7 @@ class OptimizedFunction:
     def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
         """The decision if it can be written, and compiled where asked, else to run the step as it was given. A call
         uses what was compiled here."""
-        key = id(decision.prepared.captured.traced.jaxpr)
+        key = self._plain.trace(*args, **kwargs).jaxpr
         stage = "writing"
         try:
             with self._hand(decision.prepared, decision.solution):
@@ -224,34 +240,46 @@ class OptimizedFunction:
         with self._lock:
             started = time.perf_counter()
             traced = self._plain.trace(*args, **kwargs)
-            key = id(traced.jaxpr)
+            key = traced.jaxpr
             # Inside another transform nothing can be compiled: what is decided there is no promise for calls outside.
             provisional = self._settings.budget.is_promise and not compat.outside_of_any_trace()
             decisions = self._provisional if provisional else self._decisions
             if key in decisions:
                 return decisions[key]
-            try:
-                prepared, failure = self._prepare(traced, args, kwargs), None
-            except Exception as error:
-                if self._settings.on_error == "raise":
-                    raise
-                prepared, failure = unread(traced, self.target), error
-            prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
-            if failure is None:
-                decision = self._decide(prepared, args, kwargs)
-            else:
-                decision = as_given_after(failure, "reading the step", prepared, self._settings)
-            self._teller.tell(decision)
-            if not prepared.captured.closed_over:
+            decision = self._decide_traced(traced, started, args, kwargs)
+            if not decision.prepared.captured.closed_over:
                 decisions[key] = decision
             rewritten = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
             if rewritten != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
                 self._forget_compiled(rewritten)
+            self._teller.tell(decision)  # last: where warnings are errors, the next call runs what was decided
             return decision
 
+    def _decide_traced(self, traced: Any, started: float, args: tuple, kwargs: dict) -> Decision:
+        record = compat.own_copy(traced)
+        if symbolic := compat.symbolic_inputs(traced):
+            return of_symbolic_shapes(record, self.target, self._settings, symbolic)
+        try:
+            prepared, failure = self._prepare(record, args, kwargs), None
+        except Exception as error:
+            if self._settings.on_error == "raise":
+                raise
+            prepared, failure = unread(record, self.target), error
+        prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
+        if failure is not None:
+            return as_given_after(failure, "reading the step", prepared, self._settings)
+        return self._decide(prepared, args, kwargs)
+
     def prepare(self, *args, **kwargs) -> Prepared:
-        """Trace and read the step for these arguments, without searching."""
-        return self._prepare(self._plain.trace(*args, **kwargs), args, kwargs)
+        """Trace and read the step for these arguments, without searching.
+
+        Raises:
+            ValueError: shapes are symbolic.
+        """
+        traced = self._plain.trace(*args, **kwargs)
+        if symbolic := compat.symbolic_inputs(traced):
+            raise ValueError(f"expected shapes of numbers, whose bytes can be counted, got {symbolic[0]}")
+        return self._prepare(traced, args, kwargs)
 
     def _prepare(self, traced: Any, args: tuple, kwargs: dict) -> Prepared:
         settings = self._settings
@@ -266,7 +294,8 @@ class OptimizedFunction:
         outside = compat.outside_of_any_trace()
         measure = functools.partial(self._measure, args, kwargs) if outside and settings.verify else None
         try:
-            decision = decide(prepared, settings, measure)
+            new = functools.partial(decide, prepared, settings, measure)
+            decision = saved_or_new(prepared, settings, self._options, measure is not None, new)
             if settings.repeat_collectives or settings.plan is not None:
                 return decision
             if measure is not None and program.marks is not None:
@@ -288,7 +317,7 @@ class OptimizedFunction:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
         rewritten = not runs_as_given(prepared, solution)
-        if rewritten != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:
+        if rewritten != self._with_ours or self._plain.trace(*args, **kwargs).jaxpr in self._written:
             self._forget_compiled(rewritten)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
             return compile_as_called(self._jitted or self._make_jitted(), prepared.target, args, kwargs)
@@ -304,7 +333,7 @@ class OptimizedFunction:
 
     def _forget_compiled(self, with_ours: bool = False) -> None:
         self._jitted = None
-        self._written = {}
+        self._written.clear()
         self._proven.clear()
         self._with_ours = with_ours
 
@@ -313,16 +342,16 @@ class OptimizedFunction:
     def _make_jitted(self) -> Any:
         with self._lock:
             if self._jitted is None:
-                self._written = {}
+                self._written.clear()
                 options = with_ours(self._options) if self._with_ours else self._options
-                self._jitted = jax.jit(standing_for(self._fun, self._write), **options)
+                self._jitted = jax.jit(standing_for(self._fun, weakref.WeakMethod(self._write)), **options)
             return self._jitted
 
     def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
         handed = getattr(self._handed, "candidate", None)
         if handed is not None:
             return handed
-        key = id(traced.jaxpr)
+        key = traced.jaxpr
         decision = self._decisions.get(key)
         if decision is None:
             raise _PlanNeeded
@@ -335,10 +364,13 @@ class OptimizedFunction:
             return self._fun(*args, **kwargs)  # under jax.disable_jit
         traced = self._plain.trace(*args, **kwargs)
         prepared, solution = self._candidate(traced)
-        self._written[id(traced.jaxpr)] = solution
-        if runs_as_given(prepared, solution):
-            return self._fun(*args, **kwargs)
-        return jax.tree.unflatten(traced.out_tree, prepared.emit(solution, dynamic_leaves(args, kwargs)))
+        self._written[traced.jaxpr] = solution
+        leaves = [*compat.closed_over_tracers(traced), *dynamic_leaves(args, kwargs)]
+        if runs_as_given(prepared, solution):  # from its jaxpr: the user's function is not called again
+            results = compat.function_of_jaxpr(traced)(*leaves)
+        else:
+            results = prepared.emit(solution, leaves)
+        return jax.tree.unflatten(traced.out_tree, results)
 
     # Inside another transform
 

@@ -52,7 +52,7 @@ class Prepared:
     loops: LoopChoices | None = None
     in_our_order: bool = False
 
-    @functools.cached_property
+    @property  # not cached: the copy caches this step as its original, and the two would keep each other alive
     def ordered(self) -> Prepared:
         """The same step, to be written even where nothing is recomputed: updates come as soon as they can, compilers
         are told the order of what they would do otherwise, and are asked to save memory. That alone may spare half of
@@ -64,7 +64,7 @@ class Prepared:
         same = dataclasses.replace(self, **changes)
         same.__dict__["problem"] = self.problem
         if same.is_rewritten:
-            same.__dict__["unchanged"] = self.unchanged
+            same.__dict__["_original"] = self.unchanged
         return same
 
     def written(self, loops: LoopChoices, inside: float | None, keep_checkpoints: bool = False) -> Prepared:
@@ -124,13 +124,15 @@ class Prepared:
         """Whether operations have another form than in the step as it was given."""
         return self.given is not None or len(self.bridge.program.avals) != len(self.captured.given.avals)
 
-    @functools.cached_property
+    @property
     def unchanged(self) -> Prepared:
         """The step as it was given, of which nothing is written."""
         if self.given:
             return self.given.unchanged
-        if not self.is_rewritten:
-            return self
+        return self._original if self.is_rewritten else self  # cached by itself it would be in a reference cycle
+
+    @functools.cached_property
+    def _original(self) -> Prepared:
         planned = self.captured.program
         given = dataclasses.replace(
             self.captured.given, marks=planned.marks, repeats_collectives=planned.repeats_collectives

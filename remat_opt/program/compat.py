@@ -7,12 +7,14 @@ taken from where the installed version keeps it, and each such place says what i
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.export
 import numpy as np
 from jax import lax
 from jax._src import config as _config
@@ -432,6 +434,20 @@ def item_bytes(dtype: Any) -> int:
 def closed_over_tracers(traced: Any) -> tuple[Any, ...]:
     """Values of an outer transform that a traced function reads from its closure; they lead its jaxpr's inputs."""
     return tuple(traced._consts) if traced._num_consts else ()
+
+
+def symbolic_inputs(traced: Any) -> list[str]:
+    """The types of a traced function's inputs whose shapes have symbolic dimensions (`jax.export.symbolic_shape`)."""
+    types = [variable.aval for variable in input_variables(traced.jaxpr)]
+    return [str(aval) for aval in types if any(map(jax.export.is_symbolic_dim, getattr(aval, "shape", ())))]
+
+
+def own_copy(traced: Any) -> Any:
+    """JAX's record of a traced function with a jaxpr object of its own: keeping it does not keep the jaxpr object that
+    JAX's caches hold, so that a weak reference to that one tells when they drop it."""
+    mine = copy.copy(traced)
+    mine._params = {**traced._params, "jaxpr": copy.copy(traced.jaxpr)}
+    return mine
 
 
 def function_of_jaxpr(traced: Any) -> Callable[..., list[Any]]:
