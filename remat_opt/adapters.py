@@ -142,9 +142,17 @@ def lifted(fun: Callable, options: dict[str, Any], make: Make, args: tuple, kwar
         rest = {name: value for name, value in options.items() if name in _OF_JAX_JIT_ALONE}
         return adapt(sys.modules["flax.nnx"].jit(fun, **for_nnx), rest, make)
     if takes_equinox_modules(args, kwargs):
-        _refuse(options, _READ_BY_NNX | _DONATED, 'eqx.filter_jit(step, donate="all")')
-        return adapt(sys.modules["equinox"].filter_jit(fun), options, make)
+        return through_equinox(fun, options, make)
     return None
+
+
+def through_equinox(fun: Callable, options: dict[str, Any], make: Make) -> AdaptedFunction:
+    """A plain function as `eqx.filter_jit` would call it, which keeps leaves that are no arrays out of the trace.
+
+    Raises:
+        ValueError: options that `eqx.filter_jit` does not take.
+    """
+    return adapt(sys.modules["equinox"].filter_jit(fun), options, make)
 
 
 def takes_nnx_modules(args: tuple, kwargs: dict) -> bool:
