@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import jax
 
+from remat_opt.bound import BoundFunction
 from remat_opt.jit_options import merge_options
 from remat_opt.program import compat
 
@@ -71,6 +72,9 @@ class AdaptedFunction:
 
     def __call__(self, *args, **kwargs):
         return self._twin(*args, **kwargs)
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else BoundFunction(self, instance)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._twin, name)  # lower, trace, eval_shape where the library has them

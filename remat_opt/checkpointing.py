@@ -18,6 +18,8 @@ import jax
 import jax.numpy as jnp
 
 from remat_opt.adapters import AdaptedFunction, takes_equinox_modules, through_equinox
+from remat_opt.bound import ask
+from remat_opt.closed_over import leaving_modules
 from remat_opt.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
 from remat_opt.plan import Plan
 from remat_opt.program import compat
@@ -25,7 +27,7 @@ from remat_opt.program.capture import Captured, capture_traced
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program
 from remat_opt.report.explain import Explanation, explain
-from remat_opt.resolving import ask, resolve
+from remat_opt.resolving import resolve
 from remat_opt.segmentation import Differentiated, differentiate, jax_differentiates
 from remat_opt.settings import Settings, check_settings
 from remat_opt.static_arguments import StaticArguments
@@ -231,7 +233,7 @@ class _Checkpointed:
         options = dict(found.options)
         numbers, names = options.get("static_argnums", ()), options.get("static_argnames", ())
         # A user's jit stays round the function, with its shardings.
-        inner = found.fun if found.is_plain else jax.jit(found.fun, **options)
+        inner = leaving_modules(found.fun if found.is_plain else jax.jit(found.fun, **options))
         self.static = StaticArguments(inner, numbers, names, optional=not found.is_plain)
         self.delegate: AdaptedFunction | None = None
 

@@ -24,6 +24,8 @@ from typing import Any
 import jax
 
 from remat_opt.adapters import AdaptedFunction, lifted, takes_nnx_modules
+from remat_opt.bound import BoundFunction
+from remat_opt.closed_over import leaving_modules
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.compiling import compile_as_called, compile_candidate
 from remat_opt.deciding import Decision, runs_as_given
@@ -35,7 +37,6 @@ from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
 from remat_opt.report.explain import Explanation, explain
-from remat_opt.resolving import BoundFunction
 from remat_opt.search import Solution
 from remat_opt.settings import Settings
 from remat_opt.targets import Figures, Target, resolve_target
@@ -67,7 +68,7 @@ class OptimizedFunction:
         self._is_plain = is_plain
         self._settings = settings
         self._options = options
-        self._plain = jax.jit(fun, **options)
+        self._plain = jax.jit(leaving_modules(fun), **options)
         self._jitted: Any = None
         self._inner = jax.jit(standing_for(fun, self._write_inside), **options)
         self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr

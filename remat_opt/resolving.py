@@ -17,54 +17,9 @@ from typing import Any, NamedTuple
 import jax
 
 from remat_opt.adapters import AdaptedFunction, Make, adapt, is_adaptable, takes_nnx_modules
+from remat_opt.bound import BoundFunction
 from remat_opt.jit_options import merge_options
 from remat_opt.program import compat
-
-
-class BoundFunction(functools.partial):
-    """A function of ours with arguments bound to it: a method taken from an object, or a partial.
-
-    Whatever is asked of it is asked of the function, with the bound arguments in front of those that are given.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "__wrapped__":  # the signature is another one
-            raise AttributeError(name)
-        return getattr(self.func, name)
-
-    def __repr__(self) -> str:
-        return f"<{self.func!r} with bound arguments>"
-
-    def _on(self, method: str, args: tuple, kwargs: dict) -> Any:
-        return getattr(self.func, method)(*self.args, *args, **{**self.keywords, **kwargs})
-
-    def lower(self, *args, **kwargs) -> Any:
-        """The function, lowered for the bound arguments and these."""
-        return self._on("lower", args, kwargs)
-
-    def trace(self, *args, **kwargs) -> Any:
-        """The function, traced for the bound arguments and these."""
-        return self._on("trace", args, kwargs)
-
-    def eval_shape(self, *args, **kwargs) -> Any:
-        """The shapes of its results."""
-        return self._on("eval_shape", args, kwargs)
-
-    def jaxpr(self, *args, **kwargs) -> Any:
-        """The closed jaxpr of the optimised step."""
-        return self._on("jaxpr", args, kwargs)
-
-    def plan(self, *args, **kwargs) -> Any:
-        """What was decided for the bound arguments and these."""
-        return self._on("plan", args, kwargs)
-
-    def explain(self, *args, **kwargs) -> Any:
-        """What is saved, what is recomputed, why, and what it costs."""
-        return self._on("explain", args, kwargs)
-
-    def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-        """`question(function, args, kwargs)` of the innermost function and all its arguments."""
-        return ask(self.func, question, (*self.args, *args), {**self.keywords, **kwargs})
 
 
 class Parts(NamedTuple):
@@ -120,11 +75,6 @@ def is_optimized(fun: Any) -> bool:
     return not compat.is_jitted(fun) and (
         isinstance(fun, (AdaptedFunction, BoundFunction)) or _description_of(fun) is not None
     )
-
-
-def ask(fun: Any, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """`question(function, args, kwargs)` of what `make` made for `resolve`, and the arguments that it is called with."""
-    return fun.ask(question, args, kwargs) if hasattr(fun, "ask") else question(fun, args, kwargs)
 
 
 def parts_of(fun: Any) -> Parts | None:
