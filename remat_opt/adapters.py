@@ -123,13 +123,13 @@ def adapt(wrapper: Any, options: dict[str, Any], make: Make, bound: int = 0) -> 
     given = compat.describe_jit(_inner_jit(wrapper))
     if _comes_from(wrapper, "equinox"):
         _refuse(options, _READ_BY_NNX | _DONATED, 'eqx.filter_jit(step, donate="all")')
-        inner = _InnerFunction(make(given._replace(options=merge_options(given.options, options))))
+        inner = _InnerFunction(make(given._replace(options=merge_options(given, options))))
         twin = copy.copy(wrapper)
         object.__setattr__(twin, "_cached", inner)  # equinox modules are frozen
         return AdaptedFunction(wrapper, twin, inner)
     _refuse(options, _READ_BY_NNX, "nnx.jit(step, …)")
     twin = copy.copy(wrapper)
-    merged = merge_options(given.options, options, bound)
+    merged = merge_options(given, options, bound)
     twin.jitted_fn = _InnerFunction(make(compat.JitDescription(_pure(given.fun, wrapper, twin, options, merged), merged)))
     return AdaptedFunction(wrapper, twin, twin.jitted_fn)
 

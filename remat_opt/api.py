@@ -12,7 +12,7 @@ from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.resolving import bind, is_optimized, resolve
-from remat_opt.settings import check_settings
+from remat_opt.settings import Settings, check_settings
 from remat_opt.targets import Target, resolve_target
 
 _NOT_GIVEN: Any = object()
@@ -95,11 +95,16 @@ def optimize(
             repeat_collectives=repeat_collectives,
             **jit_options,
         )
+    return _optimized(fun, settings, jit_options, "optimize")
+
+
+def _optimized(fun: Any, settings: Settings, jit_options: dict[str, Any], name: str) -> Any:
+    """See `optimize`; `name` is that of the public function, for errors."""
 
     def make(found: compat.JitDescription) -> OptimizedFunction:
         return OptimizedFunction(found.fun, settings, found.options, found.is_plain)
 
-    return resolve(fun, jit_options, make, "optimize", lifts_modules=True)
+    return resolve(fun, jit_options, make, name, lifts_modules=True)
 
 
 def frontier(
@@ -124,7 +129,7 @@ def frontier(
         A `Frontier`, from the least memory to the least time, as a rule the step as it was given. Nothing is compiled;
         give a point's plan to `optimize(fun, plan=point.plan)`.
     """
-    step = optimize(fun, target=target, solver=solver)
+    step = _optimized(fun, check_settings(target=target, solver=solver), {}, "frontier")
     return step.ask(functools.partial(trace_frontier, budgets=budgets), args, kwargs)
 
 
@@ -151,5 +156,7 @@ def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: 
     """
     resolved = None if target is None else resolve_target(target)
     fun = bind(fun)
-    step = fun if is_optimized(fun) else optimize(fun, target=resolved)
-    return measure_step(step, resolved, step is not fun, args, kwargs)
+    if is_optimized(fun):
+        return measure_step(fun, resolved, False, args, kwargs)
+    settings = check_settings(target=resolved, solver="auto", verify=True)
+    return measure_step(_optimized(fun, settings, {}, "measure"), resolved, True, args, kwargs)

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from remat_opt.program.compat import JitDescription
 from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
 
 
-def merge_options(given: dict[str, Any], overriding: dict[str, Any], bound: int = 0) -> dict[str, Any]:
+def merge_options(description: JitDescription, overriding: dict[str, Any], bound: int = 0) -> dict[str, Any]:
     """Options of a jitted function under those that a user adds; compiler options are merged by name.
 
     Args:
-        given: options of the jitted function.
+        description: the jitted function.
         overriding: options that replace them.
         bound: how many leading arguments are bound (the `self` of a method). Positions in `overriding` count from the
             argument after them, as for `jax.jit(bound_method)`; what is given of the bound ones stays.
     """
+    given = description.options
     merged = {**given, **overriding}
     for kind in ("static", "donate"):
         numbers, names = f"{kind}_argnums", f"{kind}_argnames"
@@ -29,7 +32,10 @@ def merge_options(given: dict[str, Any], overriding: dict[str, Any], bound: int 
         if bound and (numbers in overriding or names in overriding):
             kept = [number for number in _as_tuple(given.get(numbers)) if 0 <= number < bound]
             added = [number + bound if number >= 0 else number for number in _as_tuple(overriding.get(numbers))]
-            merged[numbers] = (*kept, *added)
+            if kept and names in overriding:  # of both, jax.jit infers no position from a name
+                added += _positions(description.fun, overriding[names])
+            if kept or added:
+                merged[numbers] = (*kept, *added)
     if bound and isinstance(overriding.get("in_shardings"), (tuple, list)):
         traced = bound - sum(0 <= number < bound for number in _as_tuple(merged.get("static_argnums")))
         of_bound = given.get("in_shardings")
@@ -39,6 +45,11 @@ def merge_options(given: dict[str, Any], overriding: dict[str, Any], bound: int 
     if options:
         merged["compiler_options"] = options
     return merged
+
+
+def _positions(fun: Callable, names: str | Iterable[str]) -> list[int]:
+    parameters = list(inspect.signature(fun).parameters)
+    return [parameters.index(name) for name in ([names] if isinstance(names, str) else names) if name in parameters]
 
 
 def _as_tuple(numbers: int | Iterable[int] | None) -> tuple[int, ...]:

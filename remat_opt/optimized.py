@@ -291,6 +291,8 @@ class OptimizedFunction:
                 decision = without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
             return told_of_explicit(decision)
         except Exception as error:
+            # The present jit may hold a candidate for this signature, which the next call would run.
+            self._forget_compiled(any(not one.runs_as_given for one in self._decisions.values()))
             if self._settings.on_error == "raise":
                 raise
             return as_given_after(error, "planning", prepared, self._settings)

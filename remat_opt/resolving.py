@@ -60,7 +60,8 @@ def resolve(fun: Any, options: dict[str, Any], make: Make, name: str, *, lifts_m
     if lifted is None:
         return make(compat.JitDescription(fun, dict(options), is_plain=True))
     of_modules, modules = lifted
-    return BoundFunction(make(compat.JitDescription(of_modules, merge_options({}, options, 1), is_plain=True)), modules)
+    description = compat.JitDescription(of_modules, {}, is_plain=True)
+    return BoundFunction(make(description._replace(options=merge_options(description, options, 1))), modules)
 
 
 def bind(fun: Any) -> Any:
@@ -139,7 +140,7 @@ def _replace(fun: Any, options: dict[str, Any], make: Make, bound: int) -> Any:
         return adapt(fun, options, make, bound)
     description = _description_of(fun)
     if description is not None:
-        return make(description._replace(options=merge_options(description.options, options, bound)))
+        return make(description._replace(options=merge_options(description, options, bound)))
     parts = parts_of(fun)
     assert parts is not None
     inner = _replace(parts.func, options, make, bound + len(parts.args))

@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.errors import TraceContextError
 
 import remat_opt
 
@@ -145,53 +146,104 @@ def other_plan() -> remat_opt.Plan:
     return remat_opt.optimize(lambda w: jax.grad(lambda w: jnp.sum(jnp.sin(X @ w @ w)))(w)).plan(jnp.ones((16, 16)))
 
 
-OPTIONS: dict[str, Callable[[], dict[str, Any]]] = {
-    "infeasible": lambda: {"budget": 1000},
-    "other plan": lambda: {"plan": other_plan()},
-    "unknown option": lambda: {"donate_argnums": "x"},
-    "step": dict,
-    "planning": dict,
-    "writing": dict,
+class Failure(NamedTuple):
+    """What goes wrong: options of `optimize`, what of ours raises, and the error that the user sees."""
+
+    error: type[Exception]
+    options: Callable[[], dict[str, Any]] = dict
+    broken: str | None = None
+
+
+FAILURES = {
+    "the step": Failure(UserError),
+    "the budget": Failure(remat_opt.InfeasibleBudget, lambda: {"budget": 1000}),
+    "the plan": Failure(remat_opt.PlanError, lambda: {"plan": other_plan()}),
+    "planning": Failure(UserError, broken="remat_opt.optimized.decide"),
+    "compiling": Failure(UserError, lambda: {"budget": 0.5}, "remat_opt.optimized.compile_as_called"),
+    "writing": Failure(UserError, broken="remat_opt.prepared.write"),
 }
 KINDS: dict[str, Callable[[Callable], Any]] = {
     "plain": lambda fun: fun,
     "nnx.jit": nnx.jit,
-    "no graph updates": functools.partial(nnx.jit, graph_updates=False),
     "tree": functools.partial(nnx.jit, graph=False),
     "jax.jit": jax.jit,
 }
 USES: dict[str, Callable[[Any, Net], Any]] = {
-    "call": lambda fun, model: fun(model, X),
     "plan": lambda fun, model: fun.plan(model, X),
-    "explain": lambda fun, model: fun.explain(model, X),
     "lower": lambda fun, model: fun.lower(model, X),
-    "trace": lambda fun, model: fun.trace(model, X),
-    "jaxpr": lambda fun, model: fun.jaxpr(model, X),
-    "inside grad": lambda fun, model: jax.jit(lambda x: fun(model, x))(X),
+    "call": lambda fun, model: fun(model, X),
+    "call in a jit": lambda fun, model: jax.jit(lambda x: fun(model, x))(X),
 }
 
 
+def raise_user_error(*args: Any, **kwargs: Any) -> Any:
+    raise UserError
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("failure", OPTIONS)
+@pytest.mark.parametrize("failure", FAILURES)
 def test_a_failed_call_changes_no_module(failure: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = OPTIONS[failure]()
-
-    def broken(*args: Any, **kwargs: Any) -> Any:
-        raise UserError
-
-    if failure == "planning":
-        monkeypatch.setattr(remat_opt.optimized, "decide", broken)
-    if failure == "writing":
-        monkeypatch.setattr(remat_opt.prepared, "write", broken)
-    fun = KINDS[kind](failing_step if failure == "step" else step)
+    error, options, broken = FAILURES[failure]
+    options = options()
+    if broken is not None:
+        monkeypatch.setattr(broken, raise_user_error)
+    optimized = remat_opt.optimize(KINDS[kind](failing_step if failure == "the step" else step), **options)
     for use, call in USES.items():
+        if use == "call in a jit" and failure != "the step" or (failure, use) == ("writing", "plan"):
+            continue  # the module that it closes over is the failure there; what is planned is not yet written
         model = Net()
         before = contents(model)
-        failed = failure in ("step", "planning", "unknown option") or use not in ("plan", "explain")
-        try:
-            call(remat_opt.optimize(fun, **options), model)
-        except Exception:
-            assert contents(model) == before, use
-            assert np.isfinite(nnx.jit(step)(model, X)), use  # it is as good as it was
-        else:
-            assert failure == "writing" and use in ("plan", "explain") or not failed, use
+        with pytest.raises(error):
+            call(optimized, model)
+        assert contents(model) == before, use
+        assert np.isfinite(nnx.jit(step)(model, X)), use  # it is as good as it was
+
+
+MODEL = Net()
+
+
+class Trainer:
+    """Not a module itself."""
+
+    def __init__(self, model: Net) -> None:
+        self.parts = {"model": model}
+
+    def train(self, x: jax.Array) -> jax.Array:
+        return step(self.parts["model"], x)
+
+    def train_jitted(self, x: jax.Array) -> jax.Array:
+        return self.parts["model"].train(x)
+
+
+def of_a_global(x: jax.Array) -> jax.Array:
+    return (lambda x: MODEL.train(x))(x)
+
+
+@pytest.mark.parametrize("lift", [remat_opt.optimize, remat_opt.checkpoint], ids=["optimize", "checkpoint"])
+@pytest.mark.parametrize("fun", ["cell", "global", "nnx.jit", "jax.jit", "trainer", "trainer of nnx.jit", "cached"])
+def test_a_module_that_is_closed_over_stays_as_it_was_and_the_error_says_what_to_write(fun: str, lift: Any) -> None:
+    model = Net() if fun != "global" else MODEL
+    function = {
+        "cell": lambda x: model.train(x),
+        "global": of_a_global,
+        "nnx.jit": nnx.jit(lambda x: model.train(x)),
+        "jax.jit": jax.jit(lambda x: model.train(x)),
+        "trainer": Trainer(model).train,
+        "trainer of nnx.jit": Trainer(model).train_jitted,
+        "cached": nnx.cached_partial(nnx.jit(step), model),
+    }[fun]
+    before = contents(model)
+    with pytest.raises((ValueError, TraceContextError)) as failed:
+        lift(function)(X)
+    assert "Write step(model, …) and give the module at each call" in "".join(failed.value.__notes__)
+    assert contents(model) == before
+    assert np.isfinite(nnx.jit(step)(model, X))
+
+
+def test_options_that_nnx_reads_arguments_by_are_given_to_it() -> None:
+    with pytest.raises(ValueError, match=r"expected static_argnums to be given.*write remat_opt\.optimize\(nnx\.jit\(step"):
+        remat_opt.optimize(nnx.jit(step), static_argnums=1)
+    model = Net()
+    optimized = remat_opt.optimize(nnx.jit(step, graph=False), donate_argnums=0, compiler_options={})
+    optimized(model, X)
+    assert np.isfinite(optimized(model, X))  # donated variables were handed back
