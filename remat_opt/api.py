@@ -6,15 +6,12 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import jax
-
-from remat_opt.adapters import AdaptedFunction, adapt
-from remat_opt.jit_options import merge_options
 from remat_opt.measuring import Measurement, measure_step
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.pareto import Frontier, trace_frontier
 from remat_opt.plan import Plan
 from remat_opt.program import compat
+from remat_opt.resolving import bind, is_optimized, resolve
 from remat_opt.settings import Settings, check_settings
 from remat_opt.targets import Target, resolve_target
 
@@ -40,9 +37,11 @@ def optimize(
     made to recompute everything else. Call the result as you would call `jax.jit(fun)`.
 
     Args:
-        fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object. What a jitted function
-            was made with (donation, static arguments, shardings, compiler options) is kept. A plain function that is
-            called with nnx modules is treated as `nnx.jit` treats it. Without it, a decorator with these options.
+        fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object, or a bound method or
+            partial of one, whose bound arguments stay bound. What a jitted function was made with (donation, static
+            arguments, shardings, compiler options) is kept. A plain function that is called with nnx modules is
+            treated as `nnx.jit` treats it, one that is called with equinox modules some of whose leaves are no arrays
+            as `eqx.filter_jit` does; under `jax.jit` modules are pytrees. Without it, a decorator with these options.
         budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
             as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
             (temporary + arguments + outputs − aliased, as the compiler reports it) fits; a float in (0, 1] for a
@@ -60,15 +59,17 @@ def optimize(
             `shard_map`, and those that the compiler adds to steps that it divides by their shardings. By default the
             results of the former are saved; the latter are counted in the compiled step, plain and optimised
             (`verify=False` does not), and where they have risen the results that they are for are saved.
-        **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name.
+        **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
+            arguments. What says how arguments are split is given to `nnx.jit` or `eqx.filter_jit` itself.
 
     Returns:
-        An `OptimizedFunction` (for nnx and equinox the same kind of object as was given): called like `jax.jit(fun)`,
-        with `lower`, `trace`, `eval_shape`, `plan`, `explain` and `jaxpr`.
+        An `OptimizedFunction` (for nnx, equinox and bound arguments an object that holds one): called like `fun`, with
+        `lower`, `trace`, `eval_shape`, `plan`, `explain` and `jaxpr`.
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: a budget, solver, target or mode that does not exist; the message lists those that do.
+        ValueError: a budget, solver, target or mode that does not exist; the message lists those that do. An option that
+            has to be given to `nnx.jit` or `eqx.filter_jit`.
         InfeasibleBudget: at the first call of a signature, where the budget cannot be kept.
     """
     settings = check_settings(
@@ -94,19 +95,16 @@ def optimize(
             repeat_collectives=repeat_collectives,
             **jit_options,
         )
-    if isinstance(fun, OptimizedFunction):
-        return OptimizedFunction(fun.original, settings, merge_options(fun.options, jit_options))
-    if compat.is_jitted(fun):
-        return _optimize_jitted(fun, settings, jit_options)
-    adapted = adapt(fun, lambda inner: _optimize_jitted(inner, settings, jit_options))
-    if adapted is not None:
-        return adapted
-    if not callable(fun) or isinstance(fun, (jax.stages.Traced, jax.stages.Lowered, jax.stages.Compiled)):
-        raise TypeError(
-            f"expected a function (plain, jax.jit, nnx.jit or eqx.filter_jit), got {type(fun).__name__}; "
-            "write remat_opt.optimize(train_step), without calling train_step"
-        )
-    return OptimizedFunction(fun, settings, dict(jit_options))
+    return _optimized(fun, settings, jit_options, "optimize")
+
+
+def _optimized(fun: Any, settings: Settings, jit_options: dict[str, Any], name: str) -> Any:
+    """See `optimize`; `name` is that of the public function, for errors."""
+
+    def make(found: compat.JitDescription) -> OptimizedFunction:
+        return OptimizedFunction(found.fun, settings, found.options, found.is_plain)
+
+    return resolve(fun, jit_options, make, name, lifts_modules=True)
 
 
 def frontier(
@@ -120,7 +118,7 @@ def frontier(
     """What a step would cost at every amount of memory: the Pareto front of predicted peak and extra time.
 
     Args:
-        fun: a plain or a `jax.jit`-ed step, as for `optimize`.
+        fun: a step as for `optimize`.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         target: the device to plan for; default: the attached backend.
         solver: name of the search.
@@ -131,15 +129,8 @@ def frontier(
         A `Frontier`, from the least memory to the least time, as a rule the step as it was given. Nothing is compiled;
         give a point's plan to `optimize(fun, plan=point.plan)`.
     """
-    settings = check_settings(target=target, solver=solver)
-    if isinstance(fun, OptimizedFunction):
-        return trace_frontier(fun.original, settings, fun.options, args, kwargs, budgets)
-    if compat.is_jitted(fun):
-        description = compat.describe_jit(fun)
-        return trace_frontier(description.fun, settings, description.options, args, kwargs, budgets)
-    if not callable(fun):
-        raise TypeError(f"expected a function (plain or jax.jit), got {type(fun).__name__}")
-    return trace_frontier(fun, settings, {}, args, kwargs, budgets)
+    step = _optimized(fun, check_settings(target=target, solver=solver), {}, "frontier")
+    return step.ask(functools.partial(trace_frontier, budgets=budgets), args, kwargs)
 
 
 def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Measurement:
@@ -164,11 +155,8 @@ def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: 
         CompilationFailed: the compiler refuses the step, for another reason than the device's memory.
     """
     resolved = None if target is None else resolve_target(target)
-    if isinstance(fun, (OptimizedFunction, AdaptedFunction)):
+    fun = bind(fun)
+    if is_optimized(fun):
         return measure_step(fun, resolved, False, args, kwargs)
-    return measure_step(optimize(fun, target=resolved), resolved, True, args, kwargs)
-
-
-def _optimize_jitted(jitted: Callable, settings: Settings, jit_options: dict[str, Any]) -> OptimizedFunction:
-    description = compat.describe_jit(jitted)
-    return OptimizedFunction(description.fun, settings, merge_options(description.options, jit_options))
+    settings = check_settings(target=resolved, solver="auto", verify=True)
+    return measure_step(_optimized(fun, settings, {}, "measure"), resolved, True, args, kwargs)

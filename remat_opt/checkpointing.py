@@ -17,13 +17,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from remat_opt.adapters import AdaptedFunction, takes_equinox_modules, through_equinox
+from remat_opt.bound import ask
 from remat_opt.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
+from remat_opt.closed_over import leaving_modules
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured, capture_traced
 from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program
 from remat_opt.report.explain import Explanation, explain
+from remat_opt.resolving import resolve
 from remat_opt.segmentation import Differentiated, differentiate, jax_differentiates
 from remat_opt.settings import Settings, check_settings
 from remat_opt.static_arguments import StaticArguments
@@ -66,7 +70,9 @@ def checkpoint(
     the second, a barrier in a loop over a few bytes ends the process), or through `remat_opt.optimize`.
 
     Args:
-        fun: as for `jax.checkpoint`. Without it, a decorator with these options.
+        fun: as for `jax.checkpoint`; or what `remat_opt.optimize` takes, of which static arguments are kept. Modules
+            among the arguments are updated as the function's own `nnx.jit` does, else they are pytrees. Without it, a
+            decorator with these options.
         budget: None for the least memory; or, for the least extra time, how many bytes of residuals one call (before
             any `vmap`) keeps between its forward and its backward pass, its arguments and results not counted: an int,
             text as "800MB", or a float in (0, 1] for a fraction of what it keeps without checkpoints. It is predicted,
@@ -110,16 +116,22 @@ def checkpoint(
     )
     if fun is _NOT_GIVEN:
         return functools.partial(checkpoint, **options)
-    if not callable(fun):
-        raise TypeError(
-            f"expected a function, got {type(fun).__name__}; write remat_opt.checkpoint(loss_fn), without calling it"
-        )
-    static = StaticArguments(fun, static_argnums, static_argnames)
-    checkpointed = _Checkpointed(fun, settings, static)
+    statics = _given_statics(static_argnums, static_argnames)
+    return resolve(fun, statics, lambda found: _recomputing(found, settings), "checkpoint")
 
-    @functools.wraps(fun)
+
+def _given_statics(static_argnums: int | Sequence[int], static_argnames: str | Iterable[str]) -> dict[str, Any]:
+    given = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    return {name: value for name, value in given.items() if value != ()}
+
+
+def _recomputing(found: compat.JitDescription, settings: Settings) -> Callable:
+    """The function that stands for the one given, which the transforms of JAX apply to as to any function."""
+    checkpointed = _Checkpointed(found, settings)
+
+    @functools.wraps(found.fun)
     def recomputing(*args, **kwargs):
-        return checkpointed(args, kwargs)
+        return checkpointed(*args, **kwargs)
 
     recomputing.plan = checkpointed.plan  # pyright: ignore[reportAttributeAccessIssue]
     recomputing.explain = checkpointed.explain  # pyright: ignore[reportAttributeAccessIssue]
@@ -157,7 +169,7 @@ def policy(
     so that they cannot.
 
     Args:
-        fun: a function with names in it.
+        fun: a function with names in it, as for `checkpoint`.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s; nothing runs.
         budget: None for the names with which one call needs the least memory; or bytes of residuals, or a fraction of
             those without checkpoints, as for `checkpoint`, for the least extra time. Predicted, not promised.
@@ -176,8 +188,9 @@ def policy(
         plan=None,
         keep_user_checkpoints=True,
     )
-    checkpointed = _Checkpointed(fun, settings, StaticArguments(fun, static_argnums, static_argnames))
-    differentiated = checkpointed.differentiated(args, kwargs)
+    statics = _given_statics(static_argnums, static_argnames)
+    checkpointed = resolve(fun, statics, lambda found: _Checkpointed(found, settings), "policy")
+    differentiated = ask(checkpointed, lambda inner, args, kwargs: inner.differentiated(args, kwargs), args, kwargs)
     names = choose_names(differentiated, settings.budget)
     return NamesPolicy(names, jax.checkpoint_policies.save_only_these_names(*names))
 
@@ -213,12 +226,29 @@ _OUTCOMES = _Outcomes()
 class _Checkpointed:
     """A function under `checkpoint`, with what was decided for its programs."""
 
-    def __init__(self, fun: Callable, settings: Settings, static: StaticArguments):
-        self.fun = fun
+    def __init__(self, found: compat.JitDescription, settings: Settings):
+        self.found = found
+        self.fun = found.fun
         self.settings = settings
-        self.static = static
+        options = dict(found.options)
+        numbers, names = options.get("static_argnums", ()), options.get("static_argnames", ())
+        # A user's jit stays round the function, with its shardings.
+        inner = leaving_modules(found.fun if found.is_plain else jax.jit(found.fun, **options))
+        self.static = StaticArguments(inner, numbers, names, optional=not found.is_plain)
+        self.delegate: AdaptedFunction | None = None
 
-    def __call__(self, args: tuple, kwargs: dict) -> Any:
+    def for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
+        """What stands in for a plain function that is called with equinox modules some of whose leaves are no arrays:
+        the same through `eqx.filter_jit`."""
+        if not self.found.is_plain or not takes_equinox_modules(args, kwargs):
+            return None
+        if self.delegate is None:
+            self.delegate = through_equinox(self.fun, {}, lambda found: _Checkpointed(found, self.settings))
+        return self.delegate
+
+    def __call__(self, *args, **kwargs) -> Any:
+        if delegate := self.for_modules(args, kwargs):
+            return delegate(*args, **kwargs)
         jitted, dynamic, rest = self.static.split(args, kwargs)
         traced, captured = self.capture(jitted, dynamic, rest)
         leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves((dynamic, rest))]
@@ -237,15 +267,25 @@ class _Checkpointed:
 
     def plan(self, *args, **kwargs) -> Plan:
         """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        if delegate := self.for_modules(args, kwargs):
+            return delegate.plan(*args, **kwargs)
         return self.decision(args, kwargs).decision.plan
 
     def explain(self, *args, **kwargs) -> Explanation:
         """What is saved, what is recomputed, why, and what it costs, of the function's forward and backward pass."""
+        if delegate := self.for_modules(args, kwargs):
+            return delegate.explain(*args, **kwargs)
         decision = self.decision(args, kwargs).decision
         prepared, solution = decision.prepared, decision.solution
         problem, names, seconds = prepared.problem, prepared.names(solution.choice), dict(decision.seconds)
         liveness = problem.plain.liveness, solution.liveness
         return explain(decision.plan, prepared.graph_as_given, problem.graph, *liveness, names, seconds)
+
+    def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""
+        if delegate := self.for_modules(args, kwargs):
+            return delegate.ask(question, args, kwargs)
+        return question(self, args, kwargs)
 
     def capture(self, jitted: Any, args: tuple, kwargs: dict) -> tuple[Any, Captured]:
         keep = self.settings.keep_user_checkpoints

@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from remat_opt.adapters import AdaptedFunction
 from remat_opt.compiling import compile_elsewhere, compile_here
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
@@ -110,13 +109,11 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
 _COMPARED = frozenset({"temporary memory", "physical peak", "FLOPs, as the compiler counts"})
 
 
-def measure_step(
-    step: OptimizedFunction | AdaptedFunction, target: Target | None, with_plain: bool, args: tuple, kwargs: dict
-) -> Measurement:
+def measure_step(step: Any, target: Target | None, with_plain: bool, args: tuple, kwargs: dict) -> Measurement:
     """Compile an optimised step, and the one that it was made from, and read the compiler's figures.
 
     Args:
-        step: the optimised step.
+        step: what `optimize` returned.
         target: the device to compile for; None for the one that the step is planned for.
         with_plain: whether the step as it was given is measured, too.
         args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.

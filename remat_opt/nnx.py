@@ -12,22 +12,20 @@ which is imported when `remat_opt.nnx` is first used.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from remat_opt.checkpointing import checkpoint
 from remat_opt.linen import refuse_policy
 from remat_opt.plan import Plan
+from remat_opt.program.compat import JitDescription
+from remat_opt.resolving import resolve
 from remat_opt.targets import Target
 
 _NOT_GIVEN: Any = object()
-_CONTEXT = "remat_opt"
 
 
 def remat(
@@ -51,13 +49,12 @@ def remat(
     shared between them. The function finds its own policy.
 
     Args:
-        f: a function, or a method that is not bound. Without it, a decorator with these options.
+        f: a function, or a method, bound or not. Without it, a decorator with these options.
         prevent_cse: taken for the sake of `nnx.remat`'s signature; recomputation always stands behind barriers.
         static_argnums: positions of arguments that are not arrays and decide what is traced.
         policy: taken for the sake of `nnx.remat`'s signature; it has to be None.
-        graph: taken for the sake of `nnx.remat`'s signature: arguments are always lifted as graphs, which holds for
-            trees, too.
-        graph_updates: the same.
+        graph: as for `nnx.remat`: whether modules are taken as graphs or as trees.
+        graph_updates: as for `nnx.remat`.
         budget: as for `remat_opt.checkpoint`, for each call.
         target: the device to plan for.
         solver: name of the search.
@@ -66,78 +63,27 @@ def remat(
         keep_user_names: respect `nnx.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
 
     Raises:
-        ValueError: a policy was given, a bound method, or what `remat_opt.checkpoint` refuses.
+        ValueError: a policy was given, or what `remat_opt.checkpoint` refuses.
     """
     refuse_policy(policy, "nnx.remat")
-    del prevent_cse, graph, graph_updates
+    del prevent_cse
     recompute = checkpoint(budget=budget, target=target, solver=solver, plan=plan, keep_user_names=keep_user_names)
-    lift = functools.partial(_lift, recompute=recompute, numbers=static_argnums, names=static_argnames)
-    if f is _NOT_GIVEN:
-        return lift
-    return lift(f)
+    statics = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    modes = {"graph": graph, "graph_updates": graph_updates}
+    lift = functools.partial(
+        _lift,
+        recompute=recompute,
+        statics={name: value for name, value in statics.items() if value != ()},
+        modes={name: value for name, value in modes.items() if value is not None},
+    )
+    return lift if f is _NOT_GIVEN else lift(f)
 
 
-def _lift(
-    f: Callable[..., Any], recompute: Callable, numbers: int | Sequence[int], names: str | Sequence[str]
-) -> Callable[..., Any]:
-    if inspect.ismethod(f) and isinstance(f.__self__, nnx.Module):
-        raise ValueError(
-            "expected a function or a method that is not bound, got a bound one, whose module could not be updated; "
-            f"write remat_opt.nnx.remat({type(f.__self__).__name__}.{f.__name__})(module, …)"
-        )
-    numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
-    static_names = {names} if isinstance(names, str) else set(names)
-    signature = inspect.signature(f)
-    positions = {name: at for at, name in enumerate(signature.parameters)}
+def _lift(f: Callable[..., Any], recompute: Callable, statics: dict[str, Any], modes: dict[str, bool]) -> Any:
+    """`f` as `nnx.jit` calls it, under `recompute`: what it updates is updated outside."""
 
-    @functools.wraps(f)
-    def recomputing(*args, **kwargs):
-        bound = signature.bind(*args, **kwargs)  # what has a position is passed by position
-        static: dict[int | str, Any] = {}
-        dynamic: dict[int | str, Any] = {}
-        static_at = {number % len(bound.args) for number in numbers if -len(bound.args) <= number < len(bound.args)}
-        static_at |= {positions[name] for name in static_names & positions.keys()}
-        for at, value in enumerate(bound.args):
-            (static if at in static_at else dynamic)[at] = value
-        for name, value in bound.kwargs.items():
-            (static if name in static_names else dynamic)[name] = value
-        return _call(f, static, dynamic, recompute)
+    def make(found: JitDescription) -> Any:
+        jit = functools.partial(nnx.jit, **modes) if found.is_plain else jax.jit
+        return recompute(jit(found.fun, **found.options))
 
-    return recomputing
-
-
-def _call(
-    f: Callable[..., Any], static: dict[int | str, Any], dynamic: dict[int | str, Any], recompute: Callable
-) -> Any:
-    """Call `f` on arguments by position and by name, as a function of arrays; what it updates is updated outside."""
-
-    def pure(graph, state):
-        with nnx.merge_context(_CONTEXT, inner=True) as context:
-            given = context.merge(graph, state)
-        every = {**static, **{_key(text): value for text, value in given.items()}}
-        args = [every[at] for at in sorted(key for key in every if isinstance(key, int))]
-        result = f(*args, **{name: value for name, value in every.items() if isinstance(name, str)})
-        with nnx.split_context(_CONTEXT) as context:
-            return context.split((given, result))
-
-    pure.__name__ = getattr(f, "__name__", type(f).__name__)
-    by_text = {f"{'at' if isinstance(key, int) else 'by'} {key}": _as_arrays(value) for key, value in dynamic.items()}
-    with nnx.update_context(_CONTEXT):
-        with nnx.split_context(_CONTEXT) as context:
-            graph, state = context.split(by_text)
-        graph, state = recompute(pure)(graph, state)
-        with nnx.merge_context(_CONTEXT, inner=False) as context:
-            _, result = context.merge(graph, state)
-    return result
-
-
-def _key(text: str) -> int | str:
-    kind, _, key = text.partition(" ")
-    return int(key) if kind == "at" else key
-
-
-def _as_arrays(argument: Any) -> Any:
-    """Python numbers as arrays: in a graph they would count as part of its structure."""
-    is_node = lambda x: isinstance(x, (nnx.Pytree, nnx.Variable))  # noqa: E731
-    to_array = lambda x: jnp.asarray(x) if isinstance(x, (bool, int, float, complex, np.generic)) else x  # noqa: E731
-    return jax.tree.map(to_array, argument, is_leaf=is_node)
+    return resolve(f, statics, make, "nnx.remat", lifts_modules=True)

@@ -23,14 +23,15 @@ import dataclasses
 import functools
 import threading
 import time
-import types
 import weakref
 from collections.abc import Callable, Iterator, MutableMapping
 from typing import Any
 
 import jax
 
-from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes_modules
+from remat_opt.adapters import AdaptedFunction, lifted, takes_nnx_modules
+from remat_opt.bound import BoundFunction
+from remat_opt.closed_over import leaving_modules
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.compiling import compile_as_called, compile_candidate
 from remat_opt.deciding import Decision, runs_as_given
@@ -59,14 +60,22 @@ class OptimizedFunction:
     """A step that recomputes instead of remembering. Called like the `jax.jit` of the function it was made from.
 
     Made by `optimize`; has `plan`, `explain` and `jaxpr` beside `lower`, `trace` and `eval_shape`.
+
+    Args:
+        fun: the function.
+        settings: what the user asked for.
+        options: of `jax.jit`.
+        is_plain: the function was given without a jit; nnx modules among its arguments are then updated in place, as by
+            `nnx.jit`. Under a user's `jax.jit` they are pytrees, and stay as they are.
     """
 
-    def __init__(self, fun: Callable, settings: Settings, options: dict[str, Any]):
+    def __init__(self, fun: Callable, settings: Settings, options: dict[str, Any], is_plain: bool = False):
         functools.update_wrapper(self, fun, updated=())
         self._fun = fun
+        self._is_plain = is_plain
         self._settings = settings
         self._options = options
-        self._plain: Any = jax.jit(fun, **options)
+        self._plain: Any = jax.jit(leaving_modules(fun), **options)
         self._jitted: Any = None
         self._inner: Any = jax.jit(standing_for(fun, weakref.WeakMethod(self._write_inside)), **options)
         # All by the plain step's jaxpr, which JAX's caches hold, and nothing here does.
@@ -78,7 +87,7 @@ class OptimizedFunction:
         self._lock = threading.RLock()
         self._handed = threading.local()
         self._teller = Teller(fun, settings)
-        self._delegate: AdaptedFunction | None = None  # once the function has been called with nnx modules
+        self._delegate: AdaptedFunction | None = None  # once it has been called with modules
 
     @property
     def original(self) -> Callable:
@@ -91,6 +100,16 @@ class OptimizedFunction:
         return dict(self._options)
 
     @property
+    def settings(self) -> Settings:
+        """What the user asked for."""
+        return self._settings
+
+    @property
+    def jit_description(self) -> compat.JitDescription:
+        """The function that was given, and what it is jitted with."""
+        return compat.JitDescription(self._fun, self.options, self._is_plain)
+
+    @property
     def target(self) -> Target:
         """The device that it is planned for."""
         return resolve_target(self._settings.target)
@@ -99,12 +118,12 @@ class OptimizedFunction:
         return f"<remat_opt.optimize({self._teller.name})>"
 
     def __reduce__(self) -> Any:
-        return OptimizedFunction, (self._fun, self._settings, self._options)  # plans and compiled steps stay here
+        return OptimizedFunction, (self._fun, self._settings, self._options, self._is_plain)  # plans and compiled steps stay here
 
     # Calling
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else types.MethodType(self, instance)
+        return self if instance is None else BoundFunction(self, instance)
 
     def __call__(self, *args, **kwargs):
         if self._delegate is not None:
@@ -118,20 +137,19 @@ class OptimizedFunction:
         except _PlanNeeded:
             pass
         except Exception:
-            if not takes_modules(args, kwargs):  # as trees of arrays modules may not even trace
+            if not self._for_modules(args, kwargs):  # jax.jit may not take them as arguments
                 raise
         if delegate := self._for_modules(args, kwargs):
             return delegate(*args, **kwargs)
         return self._with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs, compiling=True)
 
     def _for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
-        """What stands in for this function from the first call with an nnx module on: the same through `nnx.jit`."""
-        if self._delegate is None and takes_modules(args, kwargs):
-            self._delegate = adapt_function_of_modules(self._fun, self._optimize_inner, self._options)
+        """What stands in for a plain function from the first call with modules on: the same through its library."""
+        if self._delegate is None and self._is_plain:
+            self._delegate = lifted(self._fun, self._options, self._make_inner, args, kwargs)
         return self._delegate
 
-    def _optimize_inner(self, jitted: Callable) -> OptimizedFunction:
-        description = compat.describe_jit(jitted)
+    def _make_inner(self, description: compat.JitDescription) -> OptimizedFunction:
         return OptimizedFunction(description.fun, self._settings, description.options)
 
     def lower(self, *args, **kwargs):
@@ -302,6 +320,8 @@ class OptimizedFunction:
                 decision = without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
             return told_of_explicit(decision)
         except Exception as error:
+            # The present jit may hold a candidate for this signature, which the next call would run.
+            self._forget_compiled(any(not one.runs_as_given for one in self._decisions.values()))
             if self._settings.on_error == "raise":
                 raise
             return as_given_after(error, "planning", prepared, self._settings)
@@ -362,6 +382,8 @@ class OptimizedFunction:
     def _write(self, args: tuple, kwargs: dict) -> Any:
         if compat.outside_of_any_trace():
             return self._fun(*args, **kwargs)  # under jax.disable_jit
+        if self._is_plain and takes_nnx_modules(args, kwargs):
+            raise _PlanNeeded  # as trees they would not be updated
         traced = self._plain.trace(*args, **kwargs)
         prepared, solution = self._candidate(traced)
         self._written[traced.jaxpr] = solution

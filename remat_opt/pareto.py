@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 from remat_opt.forms import Forms
 from remat_opt.optimized import OptimizedFunction
@@ -12,7 +11,6 @@ from remat_opt.plan import Plan
 from remat_opt.planning import decision_of
 from remat_opt.report.progress import SearchProgress
 from remat_opt.search.watching import watched_by
-from remat_opt.settings import Settings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,12 +67,9 @@ class Frontier:
         return "\n".join(lines)
 
 
-def trace_frontier(
-    fun: Callable, settings: Settings, options: dict[str, Any], args: tuple, kwargs: dict, budgets: int
-) -> Frontier:
+def trace_frontier(function: OptimizedFunction, args: tuple, kwargs: dict, *, budgets: int) -> Frontier:
     """The Pareto front that a search found; of the other solvers, of their answers to budgets up to the plain peak."""
-    function = OptimizedFunction(fun, settings, options)
-    prepared = function.prepare(*args, **kwargs)
+    prepared, settings = function.prepare(*args, **kwargs), function.settings
     with SearchProgress() as progress, watched_by(progress):
         every = Forms(prepared, settings.solver, settings.keep_user_checkpoints).frontier(budgets)
     plans = [decision_of(found, settings).plan for found in every]

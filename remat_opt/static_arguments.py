@@ -15,10 +15,20 @@ _MOST_BOUND = 256  # sets of static arguments remembered for each function
 
 
 class StaticArguments:
-    """Takes static arguments out of a call, as `jax.checkpoint` does: they need not be hashable."""
+    """Takes static arguments out of a call, as `jax.checkpoint` does: they need not be hashable.
 
-    def __init__(self, fun: Callable, argnums: int | Sequence[int], argnames: str | Iterable[str]):
+    Args:
+        fun: the function.
+        argnums: their positions, all of which a call has to have.
+        argnames: the names of those that are given by name.
+        optional: a call need not have all positions: `jax.jit` lets arguments be given by name instead.
+    """
+
+    def __init__(
+        self, fun: Callable, argnums: int | Sequence[int], argnames: str | Iterable[str], *, optional: bool = False
+    ):
         self.fun = fun
+        self.optional = optional
         self.argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         self.argnames = frozenset((argnames,) if isinstance(argnames, str) else argnames)
         if not all(isinstance(number, int) for number in self.argnums):
@@ -30,12 +40,13 @@ class StaticArguments:
         """The jitted function of the other arguments, and those."""
         if not self.argnums and self.argnames.isdisjoint(kwargs):
             return self.jitted, args, kwargs
-        if not all(-len(args) <= number < len(args) for number in self.argnums):
+        present = [number for number in self.argnums if -len(args) <= number < len(args)]
+        if len(present) < len(self.argnums) and not self.optional:
             raise ValueError(
                 f"expected static_argnums of at least {-len(args)} and less than {len(args)}, the number of positional "
                 f"arguments in this call; got {self.argnums}"
             )
-        numbers = {number % len(args) for number in self.argnums}
+        numbers = {number % len(args) for number in present}
         static = {number: args[number] for number in sorted(numbers)}
         by_name = {name: kwargs[name] for name in sorted(self.argnames & kwargs.keys())}
         dynamic = tuple(x for number, x in enumerate(args) if number not in numbers)

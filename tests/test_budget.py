@@ -138,6 +138,13 @@ def test_a_budget_that_the_step_keeps_anyway_changes_nothing(budget: Any) -> Non
     assert str(optimized.jaxpr(PARAMS, X)) == str(jax.jit(step).trace(PARAMS, X).jaxpr)
 
 
+def test_what_was_refused_is_refused_again() -> None:
+    optimized = optimize(step, budget=1000)
+    for use in (optimized.plan, optimized.lower, optimized, optimized):
+        with pytest.raises(InfeasibleBudget):
+            use(PARAMS, X)
+
+
 @pytest.mark.parametrize("budget", [1, 0.01], ids=repr)
 def test_what_cannot_be_done_is_refused_with_the_least_that_can(budget: Any) -> None:
     with pytest.raises(InfeasibleBudget) as error:

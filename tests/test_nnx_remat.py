@@ -129,8 +129,13 @@ def test_as_nnx_remat_it_takes_a_decorators_options_and_no_policy(x: jax.Array) 
     assert_close(jax.tree.leaves(nnx.grad(loss)(Network(nnx.Rngs(0)), x)), jax.tree.leaves(expected))
     with pytest.raises(ValueError, match=r"remat_opt finds it.*nnx\.remat"):
         remat_opt.nnx.remat(loss_of, policy=jax.checkpoint_policies.dots_saveable)
-    with pytest.raises(ValueError, match="not bound"):
-        remat_opt.nnx.remat(Network(nnx.Rngs(0)).__call__)
+
+
+def test_a_bound_method_updates_its_module(x: jax.Array) -> None:
+    ours, plain = Network(nnx.Rngs(0)), Network(nnx.Rngs(0))
+    assert_close(remat_opt.nnx.remat(ours.__call__)(x), plain(x))
+    assert_close(jax.tree.leaves(nnx.state(ours)), jax.tree.leaves(nnx.state(plain)))
+    assert ours.calls == 1
 
 
 def test_without_differentiation_and_with_whole_modules_in_jit(x: jax.Array) -> None:

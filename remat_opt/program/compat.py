@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import math
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -325,15 +326,22 @@ def distributed_client() -> Any | None:
 
 
 class JitDescription(NamedTuple):
-    """What a jitted function was made with, so that it can be made again around another function."""
+    """What a jitted function was made with, so that it can be made again around another function.
+
+    Attributes:
+        fun: the function inside.
+        options: of `jax.jit`.
+        is_plain: it was given without a jit, with options beside it.
+    """
 
     fun: Callable
     options: dict[str, Any]
+    is_plain: bool = False
 
 
 def is_jitted(fun: Any) -> bool:
-    """Whether `fun` is the result of `jax.jit`."""
-    return hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__") and hasattr(fun, "trace")
+    """Whether `fun` is the result of `jax.jit`; a bound method, which shows the attributes of its function, is not."""
+    return not isinstance(fun, types.MethodType) and hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__") and hasattr(fun, "trace")
 
 
 def uses_remat3() -> bool:
