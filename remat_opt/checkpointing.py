@@ -19,8 +19,8 @@ import jax.numpy as jnp
 
 from remat_opt.adapters import AdaptedFunction, takes_equinox_modules, through_equinox
 from remat_opt.bound import ask
-from remat_opt.closed_over import leaving_modules
 from remat_opt.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
+from remat_opt.closed_over import leaving_modules
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured, capture_traced
