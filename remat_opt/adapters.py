@@ -130,7 +130,9 @@ def adapt(wrapper: Any, options: dict[str, Any], make: Make, bound: int = 0) -> 
     _refuse(options, _READ_BY_NNX, "nnx.jit(step, …)")
     twin = copy.copy(wrapper)
     merged = merge_options(given, options, bound)
-    twin.jitted_fn = _InnerFunction(make(compat.JitDescription(_pure(given.fun, wrapper, twin, options, merged), merged)))
+    twin.jitted_fn = _InnerFunction(
+        make(compat.JitDescription(_pure(given.fun, wrapper, twin, options, merged), merged))
+    )
     return AdaptedFunction(wrapper, twin, twin.jitted_fn)
 
 
@@ -197,8 +199,8 @@ def _refuse(options: dict[str, Any], refused: frozenset[str], instead: str) -> N
     found = sorted(refused & options.keys())
     if found:
         raise ValueError(
-            f"expected {', '.join(found)} to be given to the library that splits the modules among the arguments; write "
-            f"remat_opt.optimize({instead})"
+            f"expected {', '.join(found)} to be given to the library that splits the modules among the arguments; "
+            f"write remat_opt.optimize({instead})"
         )
 
 

@@ -68,8 +68,8 @@ def optimize(
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: a budget, solver, target or mode that does not exist; the message lists those that do. An option that
-            has to be given to `nnx.jit` or `eqx.filter_jit`.
+        ValueError: a budget, solver, target or mode that does not exist; the message lists those that do. An
+            option that has to be given to `nnx.jit` or `eqx.filter_jit`.
         InfeasibleBudget: at the first call of a signature, where the budget cannot be kept.
     """
     settings = check_settings(

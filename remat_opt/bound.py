@@ -54,5 +54,5 @@ class BoundFunction(functools.partial):
 
 
 def ask(fun: Any, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """`question(function, args, kwargs)` of the innermost function of ours in `fun`, and the arguments it is called with."""
+    """`question(function, args, kwargs)` of the innermost function of ours in `fun`, and its arguments."""
     return fun.ask(question, args, kwargs) if hasattr(fun, "ask") else question(fun, args, kwargs)

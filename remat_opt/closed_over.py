@@ -16,8 +16,8 @@ from typing import Any
 _MOST_VISITED = 10_000  # objects looked at for modules
 _LIBRARIES = frozenset({"jax", "flax", "optax", "equinox", "numpy", "remat_opt"})  # whose globals are not the user's
 _ADVICE = (
-    "remat_opt: the function differentiates or updates an nnx module that is not among its arguments, which flax cannot "
-    "do inside a trace. Write step(model, …) and give the module at each call; in place of "
+    "remat_opt: the function differentiates or updates an nnx module that is not among its arguments, which flax "
+    "cannot do inside a trace. Write step(model, …) and give the module at each call; in place of "
     "optimize(nnx.cached_partial(step, model)) write nnx.cached_partial(optimize(step), model)"
 )
 

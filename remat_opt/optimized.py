@@ -118,7 +118,12 @@ class OptimizedFunction:
         return f"<remat_opt.optimize({self._teller.name})>"
 
     def __reduce__(self) -> Any:
-        return OptimizedFunction, (self._fun, self._settings, self._options, self._is_plain)  # plans and compiled steps stay here
+        return OptimizedFunction, (
+            self._fun,
+            self._settings,
+            self._options,
+            self._is_plain,
+        )  # plans and compiled steps stay here
 
     # Calling
 

@@ -67,8 +67,10 @@ def resolve(fun: Any, options: dict[str, Any], make: Make, name: str, *, lifts_m
 def bind(fun: Any) -> Any:
     """A bound method or a partial of what `optimize` made as one that can be asked; anything else as it is."""
     parts = parts_of(fun)
-    inner = parts and bind(parts.func)
-    return BoundFunction(inner, *parts.args, **parts.keywords) if parts and is_optimized(inner) else fun
+    if parts is None:
+        return fun
+    inner = bind(parts.func)
+    return BoundFunction(inner, *parts.args, **parts.keywords) if is_optimized(inner) else fun
 
 
 def is_optimized(fun: Any) -> bool:
@@ -126,7 +128,7 @@ def _with_modules_first(fun: Any) -> tuple[Callable, tuple[dict[int, Any], dict[
         return func(*bound, *args, **{**others_by, **by, **kwargs})
 
     functools.update_wrapper(of_modules, func, updated=())
-    del of_modules.__wrapped__  # its signature is another one
+    del of_modules.__wrapped__  # its signature is another one  # pyright: ignore[reportFunctionMemberAccess]
     first = inspect.Parameter("modules", inspect.Parameter.POSITIONAL_ONLY)
     of_modules.__signature__ = inspect.Signature([first, *inspect.signature(fun).parameters.values()])  # pyright: ignore[reportFunctionMemberAccess]
     return of_modules, (at, by)

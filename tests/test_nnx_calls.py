@@ -33,7 +33,7 @@ class Net(nnx.Module):
         return step(self, x)
 
     @nnx.jit
-    def train(self, x: jax.Array) -> jax.Array:
+    def train_step(self, x: jax.Array) -> jax.Array:
         return step(self, x)
 
 
@@ -71,15 +71,13 @@ CASES: dict[str, Case] = {
     "returns": lambda model, ours: functools.partial(ours(nnx.jit(returning_step)), model, X),
     "no graph updates": lambda model, ours: functools.partial(ours(nnx.jit(step, graph_updates=False)), model, X),
     "tree": lambda model, ours: functools.partial(ours(nnx.jit(step, graph=False)), model, X),
-    "donated tree": lambda model, ours: functools.partial(
-        ours(nnx.jit(step, graph=False, donate_argnums=0)), model, X
-    ),
+    "donated tree": lambda model, ours: functools.partial(ours(nnx.jit(step, graph=False, donate_argnums=0)), model, X),
     "jit_partial": lambda model, ours: functools.partial(ours(nnx.jit_partial(step, model, graph=False)), X),
     "jit_partial of graphs": lambda model, ours: functools.partial(
         ours(nnx.jit_partial(step, model, graph=True, graph_updates=False)), X
     ),
     "cached_partial": lambda model, ours: functools.partial(nnx.cached_partial(ours(nnx.jit(step)), model), X),
-    "method": lambda model, ours: functools.partial(ours(model.train), X),
+    "method": lambda model, ours: functools.partial(ours(model.train_step), X),
     "partial": lambda model, ours: functools.partial(ours(functools.partial(nnx.jit(step), model)), X),
     "jax.jit": lambda model, ours: functools.partial(ours(jax.jit(returning_step)), model, X),
     "merge": lambda model, ours: lambda: ours(jax.jit(merging_step, static_argnums=0))(*nnx.split(model), X),
@@ -189,7 +187,7 @@ def test_a_failed_call_changes_no_module(failure: str, kind: str, monkeypatch: p
         monkeypatch.setattr(broken, raise_user_error)
     optimized = remat_opt.optimize(KINDS[kind](failing_step if failure == "the step" else step), **options)
     for use, call in USES.items():
-        if use == "call in a jit" and failure != "the step" or (failure, use) == ("writing", "plan"):
+        if (use == "call in a jit" and failure != "the step") or (failure, use) == ("writing", "plan"):
             continue  # the module that it closes over is the failure there; what is planned is not yet written
         model = Net()
         before = contents(model)
@@ -212,11 +210,11 @@ class Trainer:
         return step(self.parts["model"], x)
 
     def train_jitted(self, x: jax.Array) -> jax.Array:
-        return self.parts["model"].train(x)
+        return self.parts["model"].train_step(x)
 
 
 def of_a_global(x: jax.Array) -> jax.Array:
-    return (lambda x: MODEL.train(x))(x)
+    return (lambda x: MODEL.train_step(x))(x)
 
 
 @pytest.mark.parametrize("lift", [remat_opt.optimize, remat_opt.checkpoint], ids=["optimize", "checkpoint"])
@@ -224,10 +222,10 @@ def of_a_global(x: jax.Array) -> jax.Array:
 def test_a_module_that_is_closed_over_stays_as_it_was_and_the_error_says_what_to_write(fun: str, lift: Any) -> None:
     model = Net() if fun != "global" else MODEL
     function = {
-        "cell": lambda x: model.train(x),
+        "cell": lambda x: model.train_step(x),
         "global": of_a_global,
-        "nnx.jit": nnx.jit(lambda x: model.train(x)),
-        "jax.jit": jax.jit(lambda x: model.train(x)),
+        "nnx.jit": nnx.jit(lambda x: model.train_step(x)),
+        "jax.jit": jax.jit(lambda x: model.train_step(x)),
         "trainer": Trainer(model).train,
         "trainer of nnx.jit": Trainer(model).train_jitted,
         "cached": nnx.cached_partial(nnx.jit(step), model),
@@ -241,7 +239,9 @@ def test_a_module_that_is_closed_over_stays_as_it_was_and_the_error_says_what_to
 
 
 def test_options_that_nnx_reads_arguments_by_are_given_to_it() -> None:
-    with pytest.raises(ValueError, match=r"expected static_argnums to be given.*write remat_opt\.optimize\(nnx\.jit\(step"):
+    with pytest.raises(
+        ValueError, match=r"expected static_argnums to be given.*write remat_opt\.optimize\(nnx\.jit\(step"
+    ):
         remat_opt.optimize(nnx.jit(step), static_argnums=1)
     model = Net()
     optimized = remat_opt.optimize(nnx.jit(step, graph=False), donate_argnums=0, compiler_options={})

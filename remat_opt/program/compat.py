@@ -341,7 +341,12 @@ class JitDescription(NamedTuple):
 
 def is_jitted(fun: Any) -> bool:
     """Whether `fun` is the result of `jax.jit`; a bound method, which shows the attributes of its function, is not."""
-    return not isinstance(fun, types.MethodType) and hasattr(fun, "_jit_info") and hasattr(fun, "__wrapped__") and hasattr(fun, "trace")
+    return (
+        not isinstance(fun, types.MethodType)
+        and hasattr(fun, "_jit_info")
+        and hasattr(fun, "__wrapped__")
+        and hasattr(fun, "trace")
+    )
 
 
 def uses_remat3() -> bool:
