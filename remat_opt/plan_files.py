@@ -26,6 +26,7 @@ from remat_opt.planning import take_over
 from remat_opt.prepared import Prepared
 from remat_opt.settings import Settings
 
+_config: Any = jax.config  # whose options are attributes that no type declares
 _FOLDER = "remat_opt_plans"
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")  # environment variables that change what a compiler says
 
@@ -53,7 +54,7 @@ def saved_or_new(
         return saved
     started = time.perf_counter()
     decision = decide()
-    if time.perf_counter() - started >= jax.config.jax_persistent_cache_min_compile_time_secs:
+    if time.perf_counter() - started >= _config.jax_persistent_cache_min_compile_time_secs:
         _write(path, decision.plan)
     return decision
 
@@ -61,8 +62,8 @@ def saved_or_new(
 def plan_path(prepared: Prepared, settings: Settings, jit_options: dict[str, Any], is_measured: bool) -> Path | None:
     """The file for a plan; None without a persistent compilation cache, and for a step that is divided among devices,
     runs in several processes (which plan alike), or has a plan of the user's."""
-    folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
+    folder = _config.jax_compilation_cache_dir
+    if not folder or "://" in folder or not _config.jax_enable_compilation_cache:
         return None
     if settings.plan is not None or prepared.is_divided or jax.process_count() > 1:
         return None
