@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
+from remat_opt.targets.options import compiler_options_for, merge_compiler_options
 
 
 def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str, Any]:
@@ -24,9 +24,9 @@ def merge_options(given: dict[str, Any], overriding: dict[str, Any]) -> dict[str
     return merged
 
 
-def with_ours(options: dict[str, Any]) -> dict[str, Any]:
-    """A user's options of `jax.jit` with the compiler options that a rewritten step needs."""
-    ours = compiler_options_for(platform_of(options), options.get("compiler_options"))
+def with_ours(options: dict[str, Any], platform: str) -> dict[str, Any]:
+    """A user's options of `jax.jit` with the compiler options that a rewritten step needs on a platform."""
+    ours = compiler_options_for(platform, options.get("compiler_options"))
     return {**options, "compiler_options": ours} if ours else dict(options)
 
 

@@ -7,8 +7,9 @@ once a signature is compiled, keys are jit's own, and the executable that was co
 the call uses.
 
 The jit has our compiler options once a signature is rewritten; as long as all run as they were given it has the user's
-alone. Where a second candidate for one signature has to be tried, the jit is made anew, and other signatures compile
-again at their next call.
+alone. Our options are those of the platform that is lowered for, which the arguments tell: each platform has its jit,
+and calls go to the one of the last call that was planned. Where a second candidate for one signature has to be tried,
+the jits are made anew, and other signatures compile again at their next call.
 """
 
 from __future__ import annotations
@@ -60,7 +61,8 @@ class OptimizedFunction:
         self._settings = settings
         self._options = options
         self._plain = jax.jit(fun, **options)
-        self._jitted: Any = None
+        self._jits: dict[str, Any] = {}  # by the platform whose compiler options they have
+        self._jitted: Any = None  # the one of them that calls go to
         self._inner = jax.jit(standing_for(fun, self._write_inside), **options)
         self._decisions: dict[int, Decision] = {}  # by the id of the plain step's jaxpr
         self._provisional: dict[int, Decision] = {}  # the same, where nothing could be compiled
@@ -106,9 +108,12 @@ class OptimizedFunction:
                 return delegate(*args, **kwargs)
             return self._call_inside(args, kwargs)
         try:
-            return (self._jitted or self._make_jitted())(*args, **kwargs)
+            return (self._jitted or self._jit_for(args, kwargs, calling=True))(*args, **kwargs)
         except _PlanNeeded:
             pass
+        except jax.errors.JaxRuntimeError:
+            if self._jit_for(args, kwargs) is self._jitted:
+                raise  # else it was the compiler of another platform than in the calls before
         except Exception:
             if not takes_modules(args, kwargs):  # as trees of arrays modules may not even trace
                 raise
@@ -190,14 +195,14 @@ class OptimizedFunction:
 
     def _with_plan(self, use: Callable[[Any], Any], args: tuple, kwargs: dict, *, compiling: bool = False) -> Any:
         try:
-            return use(self._jitted or self._make_jitted())
+            return use(self._jit_for(args, kwargs, calling=compiling))
         except _PlanNeeded:
             pass  # leave the handler, so that later errors do not carry it
         decision = self._decision(args, kwargs)
         if self._settings.on_error == "plain" and not decision.runs_as_given:
             decision = self._prove(decision, args, kwargs, compiling)
         with self._hand(decision.prepared, decision.solution):
-            return use(self._jitted or self._make_jitted())
+            return use(self._jit_for(args, kwargs, calling=compiling))
 
     def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
         """The decision if it can be written, and compiled where asked, else to run the step as it was given. A call
@@ -206,7 +211,7 @@ class OptimizedFunction:
         stage = "writing"
         try:
             with self._hand(decision.prepared, decision.solution):
-                lowered = (self._jitted or self._make_jitted()).lower(*args, **kwargs)
+                lowered = self._jit_for(args, kwargs).lower(*args, **kwargs)
                 stage = "compiling"
                 if compiling:
                     lowered.compile()
@@ -283,7 +288,9 @@ class OptimizedFunction:
             return compile_candidate(prepared, solution, self._options.get("compiler_options"))
         if solution is None and self._settings.budget.fraction is not None:
             # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
-            return compile_as_called(jax.jit(self._fun, **with_ours(self._options)), prepared.target, args, kwargs)
+            platform = platform_of(prepared.captured.traced, prepared.target)
+            plain = jax.jit(self._fun, **with_ours(self._options, platform))
+            return compile_as_called(plain, prepared.target, args, kwargs)
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
@@ -291,7 +298,7 @@ class OptimizedFunction:
         if rewritten != self._with_ours or id(prepared.captured.traced.jaxpr) in self._written:
             self._forget_compiled(rewritten)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
-            return compile_as_called(self._jitted or self._make_jitted(), prepared.target, args, kwargs)
+            return compile_as_called(self._jit_for(args, kwargs), prepared.target, args, kwargs)
 
     @contextlib.contextmanager
     def _hand(self, prepared: Prepared, solution: Solution) -> Iterator[None]:
@@ -303,20 +310,26 @@ class OptimizedFunction:
             self._handed.candidate = None
 
     def _forget_compiled(self, with_ours: bool = False) -> None:
-        self._jitted = None
+        self._jits, self._jitted = {}, None
         self._written = {}
         self._proven.clear()
         self._with_ours = with_ours
 
     # Writing, while jax.jit traces
 
-    def _make_jitted(self) -> Any:
+    def _jit_for(self, args: tuple, kwargs: dict, *, calling: bool = False) -> Any:
+        """The jit with the compiler options of the platform that these arguments are lowered for; the one that later
+        calls go to where this is a call."""
         with self._lock:
-            if self._jitted is None:
-                self._written = {}
-                options = with_ours(self._options) if self._with_ours else self._options
-                self._jitted = jax.jit(standing_for(self._fun, self._write), **options)
-            return self._jitted
+            platform, options = "", self._options
+            if self._with_ours:
+                platform = platform_of(self._plain.trace(*args, **kwargs), self.target)
+                options = with_ours(self._options, platform)
+            if platform not in self._jits:
+                self._jits[platform] = jax.jit(standing_for(self._fun, self._write), **options)
+            if calling:
+                self._jitted = self._jits[platform]
+            return self._jits[platform]
 
     def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
         handed = getattr(self._handed, "candidate", None)
@@ -346,7 +359,7 @@ class OptimizedFunction:
         decision = self._decision(args, kwargs)
         if decision.runs_as_given:
             return self._plain(*args, **kwargs)
-        if platform_of(self._options) == "cpu":
+        if platform_of(decision.prepared.captured.traced, self.target) == "cpu":
             self._teller.warn(
                 "called inside another jit, grad, vmap or scan: compiler options cannot be set there, so that nothing "
                 "will be saved on the CPU. Give remat_opt.optimize the outermost function instead of jax.jit"
