@@ -64,8 +64,8 @@ shard_map_p = _mapping().primitive
 pvary_p = _mapping().params["jaxpr"].eqns[0].primitive  # moves nothing: a type for the checks of shard_map
 
 # XLA's own generator keeps a state on the device, and a callback's host function is the user's (see `effects.py`).
-_pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
-STATEFUL = frozenset({primitives.rng_uniform_p, _pure_callback_p})
+pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
+STATEFUL = frozenset({primitives.rng_uniform_p, pure_callback_p})
 
 
 # What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has
