@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from remat_opt.program.compat import JitDescription
-from remat_opt.targets.options import compiler_options_for, merge_compiler_options, platform_of
+from remat_opt.targets.options import compiler_options_for, merge_compiler_options
 
 
 def merge_options(description: JitDescription, overriding: dict[str, Any], bound: int = 0) -> dict[str, Any]:
@@ -59,9 +59,9 @@ def _as_tuple(numbers: int | Iterable[int] | None) -> tuple[int, ...]:
     return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
-def with_ours(options: dict[str, Any]) -> dict[str, Any]:
-    """A user's options of `jax.jit` with the compiler options that a rewritten step needs."""
-    ours = compiler_options_for(platform_of(options), options.get("compiler_options"))
+def with_ours(options: dict[str, Any], platform: str) -> dict[str, Any]:
+    """A user's options of `jax.jit` with the compiler options that a rewritten step needs on a platform."""
+    ours = compiler_options_for(platform, options.get("compiler_options"))
     return {**options, "compiler_options": ours} if ours else dict(options)
 
 

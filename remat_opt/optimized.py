@@ -12,8 +12,9 @@ from that jaxpr, too. Nothing here points back to the `OptimizedFunction` but we
 the step closes over at once.
 
 The jit has our compiler options once a signature is rewritten; as long as all run as they were given it has the user's
-alone. Where a second candidate for one signature has to be tried, the jit is made anew, and other signatures compile
-again at their next call.
+alone. Our options are those of the platform that is lowered for, which the arguments tell: each platform has its jit,
+and calls go to the one of the last call that was planned. Where a second candidate for one signature has to be tried,
+the jits are made anew, and other signatures compile again at their next call.
 """
 
 from __future__ import annotations
@@ -76,12 +77,13 @@ class OptimizedFunction:
         self._settings = settings
         self._options = options
         self._plain: Any = jax.jit(leaving_modules(fun), **options)
-        self._jitted: Any = None
+        self._jits: dict[str, Any] = {}  # by the platform whose compiler options they have
+        self._jitted: Any = None  # the one of them that calls go to
         self._inner: Any = jax.jit(standing_for(fun, weakref.WeakMethod(self._write_inside)), **options)
         # All by the plain step's jaxpr, which JAX's caches hold, and nothing here does.
         self._decisions: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()
         self._provisional: MutableMapping[Any, Decision] = weakref.WeakKeyDictionary()  # where nothing was compiled
-        self._written: MutableMapping[Any, Solution] = weakref.WeakKeyDictionary()  # what the present jit has traced
+        self._written: MutableMapping[Any, Solution] = weakref.WeakKeyDictionary()  # what the present jits have traced
         self._proven: weakref.WeakSet[Any] = weakref.WeakSet()  # where errors are not to be raised, what was compiled
         self._with_ours = False  # whether the present jit has our compiler options
         self._lock = threading.RLock()
@@ -138,9 +140,12 @@ class OptimizedFunction:
                 return delegate(*args, **kwargs)
             return self._call_inside(args, kwargs)
         try:
-            return (self._jitted or self._make_jitted())(*args, **kwargs)
+            return (self._jitted or self._jit_for(args, kwargs, calling=True))(*args, **kwargs)
         except _PlanNeeded:
             pass
+        except jax.errors.JaxRuntimeError:
+            if self._jit_for(args, kwargs) is self._jitted:
+                raise  # else it was the compiler of another platform than in the calls before
         except Exception:
             if not self._for_modules(args, kwargs):  # jax.jit may not take them as arguments
                 raise
@@ -229,14 +234,14 @@ class OptimizedFunction:
 
     def _with_plan(self, use: Callable[[Any], Any], args: tuple, kwargs: dict, *, compiling: bool = False) -> Any:
         try:
-            return use(self._jitted or self._make_jitted())
+            return use(self._jit_for(args, kwargs, calling=compiling))
         except _PlanNeeded:
             pass  # leave the handler, so that later errors do not carry it
         decision = self._decision(args, kwargs)
         if self._settings.on_error == "plain" and not decision.runs_as_given:
             decision = self._prove(decision, args, kwargs, compiling)
         with self._hand(decision.prepared, decision.solution):
-            return use(self._jitted or self._make_jitted())
+            return use(self._jit_for(args, kwargs, calling=compiling))
 
     def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
         """The decision if it can be written, and compiled where asked, else to run the step as it was given. A call
@@ -245,7 +250,7 @@ class OptimizedFunction:
         stage = "writing"
         try:
             with self._hand(decision.prepared, decision.solution):
-                lowered = (self._jitted or self._make_jitted()).lower(*args, **kwargs)
+                lowered = self._jit_for(args, kwargs).lower(*args, **kwargs)
                 stage = "compiling"
                 if compiling:
                     lowered.compile()
@@ -337,7 +342,9 @@ class OptimizedFunction:
             return compile_candidate(prepared, solution, self._options.get("compiler_options"))
         if solution is None and self._settings.budget.fraction is not None:
             # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
-            return compile_as_called(jax.jit(self._fun, **with_ours(self._options)), prepared.target, args, kwargs)
+            platform = platform_of(prepared.captured.traced, prepared.target)
+            plain = jax.jit(self._fun, **with_ours(self._options, platform))
+            return compile_as_called(plain, prepared.target, args, kwargs)
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
@@ -345,7 +352,7 @@ class OptimizedFunction:
         if rewritten != self._with_ours or self._plain.trace(*args, **kwargs).jaxpr in self._written:
             self._forget_compiled(rewritten)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
-            return compile_as_called(self._jitted or self._make_jitted(), prepared.target, args, kwargs)
+            return compile_as_called(self._jit_for(args, kwargs), prepared.target, args, kwargs)
 
     @contextlib.contextmanager
     def _hand(self, prepared: Prepared, solution: Solution) -> Iterator[None]:
@@ -357,20 +364,26 @@ class OptimizedFunction:
             self._handed.candidate = None
 
     def _forget_compiled(self, with_ours: bool = False) -> None:
-        self._jitted = None
+        self._jits, self._jitted = {}, None
         self._written.clear()
         self._proven.clear()
         self._with_ours = with_ours
 
     # Writing, while jax.jit traces
 
-    def _make_jitted(self) -> Any:
+    def _jit_for(self, args: tuple, kwargs: dict, *, calling: bool = False) -> Any:
+        """The jit with the compiler options of the platform that these arguments are lowered for; the one that later
+        calls go to where this is a call."""
         with self._lock:
-            if self._jitted is None:
-                self._written.clear()
-                options = with_ours(self._options) if self._with_ours else self._options
-                self._jitted = jax.jit(standing_for(self._fun, weakref.WeakMethod(self._write)), **options)
-            return self._jitted
+            platform, options = "", self._options
+            if self._with_ours:
+                platform = platform_of(self._plain.trace(*args, **kwargs), self.target)
+                options = with_ours(self._options, platform)
+            if platform not in self._jits:
+                self._jits[platform] = jax.jit(standing_for(self._fun, weakref.WeakMethod(self._write)), **options)
+            if calling:
+                self._jitted = self._jits[platform]
+            return self._jits[platform]
 
     def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
         handed = getattr(self._handed, "candidate", None)
@@ -405,7 +418,7 @@ class OptimizedFunction:
         decision = self._decision(args, kwargs)
         if decision.runs_as_given:
             return self._plain(*args, **kwargs)
-        if platform_of(self._options) == "cpu":
+        if platform_of(decision.prepared.captured.traced, self.target) == "cpu":
             self._teller.warn(
                 "called inside another jit, grad, vmap or scan: compiler options cannot be set there, so that nothing "
                 "will be saved on the CPU. Give remat_opt.optimize the outermost function instead of jax.jit"

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from remat_opt.deciding import Decision
 from remat_opt.falling_back import has_failed
 from remat_opt.planning import made_elsewhere
+from remat_opt.program import compat
 from remat_opt.settings import Settings
-from remat_opt.targets import resolve_target
+from remat_opt.targets.devices import target_of
 from remat_opt.warning import RematWarning, callers_level
 
 
@@ -41,10 +42,11 @@ class Teller:
             return
         if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
             self.warn(f"{self.name}: {elsewhere} and were not checked here")
-        attached = resolve_target(None).name
-        if plan.target != attached:
+        device = compat.device_lowered_for(decision.prepared.captured.traced)
+        called_on = plan.target if device is None else target_of(device).name
+        if called_on != plan.target.partition(":")[0]:  # a topology is of several devices of one target
             self.warn(
-                f"{self.name}: planned for {plan.target}, called on {attached}: its figures were not checked here"
+                f"{self.name}: planned for {plan.target}, called on {called_on}: its figures were not checked here"
             )
 
     def warn(self, message: str) -> None:

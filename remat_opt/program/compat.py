@@ -20,6 +20,7 @@ import numpy as np
 from jax import lax
 from jax._src import config as _config
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 from jax._src import distributed as _distributed
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
@@ -66,8 +67,8 @@ shard_map_p = _mapping().primitive
 pvary_p = _mapping().params["jaxpr"].eqns[0].primitive  # moves nothing: a type for the checks of shard_map
 
 # XLA's own generator keeps a state on the device, and a callback's host function is the user's (see `effects.py`).
-_pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
-STATEFUL = frozenset({primitives.rng_uniform_p, _pure_callback_p})
+pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
+STATEFUL = frozenset({primitives.rng_uniform_p, pure_callback_p})
 
 
 # What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has
@@ -317,6 +318,31 @@ def flat_shardings(traced: Any) -> tuple[list[Any], list[Any]]:
     own = [None] * (len(given) - len(own)) + own  # what a function closes over leads its inputs
     inputs = [own[at] if one is None else one for at, one in enumerate(given)]
     return inputs, [known(one) for one in traced._params["out_shardings"]]
+
+
+def device_lowered_for(traced: Any) -> Any | None:
+    """The first device that a traced function is lowered for, attached or absent; None where only an `AbstractMesh`
+    without a device is known. As JAX decides: shardings come first, then the mesh in context, then the default device.
+    """
+    params = traced._params
+    inside = [sharding for sharding, _ in _dispatch.get_intermediate_shardings(bare_jaxpr(traced.jaxpr))]
+    arguments = [one.sharding for one in traced._meta_tys_flat if one.committed and one.sharding is not None]
+    placed = [*params["in_shardings"], *arguments, *params["out_shardings"], *inside, params["ctx_mesh"]]
+    found = [device for one in placed if not is_unspecified(one) for device in _first_device(one)]
+    if found:
+        return min(found, key=lambda device: not hasattr(device, "id"))  # a real one before an AbstractDevice or None
+    default = jax.config.jax_default_device
+    return jax.devices(default)[0] if default is None or isinstance(default, str) else default
+
+
+def _first_device(placed: Any) -> list[Any]:
+    """The first device of a sharding or a mesh; none of an empty mesh."""
+    mesh = getattr(placed, "mesh", placed)
+    if getattr(mesh, "empty", False):
+        return []
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return [mesh.abstract_device]
+    return [mesh.devices.flat[0] if isinstance(mesh, jax.sharding.Mesh) else next(iter(placed.device_set))]
 
 
 def distributed_client() -> Any | None:

@@ -202,12 +202,16 @@ def resolve_target(target: str | Target | None) -> Target:
 
 
 def attached_target() -> Target:
-    """The target of JAX's default backend.
+    """The target of JAX's default backend."""
+    return target_of(jax.devices()[0])
+
+
+def target_of(device: Any) -> Target:
+    """The target of a device of JAX's.
 
     A device that is not in the table gets a target of its own, with the rates of a similar one, which can be compiled
-    for only here.
+    for only where it is attached.
     """
-    device = jax.devices()[0]
     kind = str(device.device_kind)
     for target in TARGETS.values():
         if kind in target.device_kinds:

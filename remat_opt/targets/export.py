@@ -1,24 +1,23 @@
-"""Carry a flat JAX function to another process: export it for a platform that is not attached here.
-
-Gap: programs with host callbacks (`io_callback`, `pure_callback`) have no portable form.
-"""
+"""Carry a flat JAX function to another process: export it for a platform that is not attached here."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core as extend_core
 
+from remat_opt.targets.callbacks import without_callbacks
 from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import ProgramNotPortable, TargetUnavailable
 
-_WITHOUT_PRINTS = "measured without the program's debug prints and debug callbacks"
+_WITHOUT_CALLBACKS = (
+    "measured with operations of the same operands and results in place of callbacks to the host and debug prints"
+)
 
 
 @dataclass(frozen=True)
@@ -61,8 +60,8 @@ def export_flat(
         out_shardings: one for each result, None where it is left to the compiler; None for none.
 
     Raises:
-        ProgramNotPortable: the program calls back to the host, or is divided over more or fewer devices than the
-            target has.
+        ProgramNotPortable: `jax.export` has no form for it, or it is divided over more or fewer devices than the target
+            has.
         TargetUnavailable: the package that serialises programs is not installed.
     """
     if importlib.util.find_spec("flatbuffers") is None:
@@ -78,10 +77,10 @@ def export_flat(
     jitted = jax.jit(program, keep_unused=keep_unused, **divided)
     closed = jitted.trace(*arguments).jaxpr
     note = ""
-    if closed.effects & _debug_effects():
-        silent = extend_core.jaxpr_as_fun(without_debug_effects(closed))
-        jitted = jax.jit(silent, keep_unused=keep_unused, **divided)
-        note = _WITHOUT_PRINTS
+    portable = without_callbacks(closed)
+    if portable is not closed:
+        jitted = jax.jit(extend_core.jaxpr_as_fun(portable), keep_unused=keep_unused, **divided)
+        note = _WITHOUT_CALLBACKS
     # The same versions export and compile, so custom calls (Pallas kernels, linear algebra) need no stability promise.
     checks = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
     try:
@@ -89,8 +88,8 @@ def export_flat(
         serialised = exported.serialize()
     except (ValueError, NotImplementedError) as error:
         raise ProgramNotPortable(
-            f"expected a program that jax.export can carry to the compiler for {target.platform}, got: {error}. Take "
-            "host callbacks out of the step for the measurement, or measure where the device is attached (target=None)"
+            f"expected a program that jax.export can carry to the compiler for {target.platform}, got: {error}. "
+            "Measure where the device is attached (target=None)"
         ) from error
     axes = () if mesh is None else tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
     return PortableProgram(serialised, tuple(donated), keep_unused, note, axes)
@@ -151,42 +150,3 @@ def _key_implementation(aval: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
 
     bits = jax.eval_shape(read, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
     return found[0], bits
-
-
-@cache
-def _debug_effects() -> frozenset[Any]:
-    """The effects of `jax.debug.print` and `jax.debug.callback`, by the object: read off a traced one."""
-    found: set[Any] = set()
-    for ordered in (False, True):
-        found |= jax.make_jaxpr(lambda ordered=ordered: jax.debug.print("", ordered=ordered))().effects
-    return frozenset(found)
-
-
-def without_debug_effects(closed: Any) -> Any:
-    """A closed jaxpr without its debug prints and callbacks, nested ones included; nothing else is changed."""
-    return closed.replace(jaxpr=_without_debug_equations(closed.jaxpr))
-
-
-def _without_debug_equations(jaxpr: Any) -> Any:
-    """The same for an open jaxpr."""
-    debug = _debug_effects()
-    if not jaxpr.effects & debug:
-        return jaxpr
-    equations = []
-    for equation in jaxpr.eqns:
-        if equation.effects & debug:
-            if not list(extend_core.jaxprs_in_params(equation.params)):
-                continue
-            params = {name: _without_debug_parameter(value) for name, value in equation.params.items()}
-            equation = equation.replace(params=params, effects=equation.effects - debug)
-        equations.append(equation)
-    return jaxpr.replace(eqns=equations, effects=jaxpr.effects - debug)
-
-
-def _without_debug_parameter(value: Any) -> Any:
-    """A parameter of an equation: jaxprs are rewritten, alone or in a tuple or list, the rest is left."""
-    if isinstance(value, (tuple, list)):
-        return type(value)(map(_without_debug_parameter, value)) if type(value) in (tuple, list) else value
-    if isinstance(value, extend_core.ClosedJaxpr):
-        return without_debug_effects(value)
-    return _without_debug_equations(value) if isinstance(value, extend_core.Jaxpr) else value

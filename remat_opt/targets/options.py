@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import jax
+from remat_opt.program import compat
+from remat_opt.targets.devices import Target
 
 # The CPU compiler expands optimization barriers and then merges what they kept apart (JAX issue 19822; jax 0.12 keeps
 # them, and the option does no harm there). Its default order of instructions favours concurrency, which lets buffers
@@ -36,13 +37,12 @@ def merge_compiler_options(given: Mapping[str, Any], overriding: Mapping[str, An
     return options
 
 
-def platform_of(jit_options: Mapping[str, Any]) -> str:
-    """The platform that a jit with these options runs on, as far as it can be told before a call."""
-    if (backend := jit_options.get("backend")) is not None:
-        return str(backend)
-    if (device := jit_options.get("device")) is not None:
-        return device.platform
-    default = getattr(jax.config, "jax_default_device", None)
-    if default is not None:
-        return default if isinstance(default, str) else default.platform
-    return jax.default_backend()
+def platform_of(traced: Any, target: Target) -> str:
+    """The platform that a traced function is lowered for: that of its devices, which may be absent.
+
+    Args:
+        traced: what `jax.jit(...).trace(...)` returns.
+        target: the device that it was planned for, which decides where only an `AbstractMesh` is known.
+    """
+    device = compat.device_lowered_for(traced)
+    return target.platform if device is None else device.platform
