@@ -35,6 +35,7 @@ from remat_opt.planning import decide
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
+from remat_opt.program.flops import note_of_loops
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
 from remat_opt.settings import Settings
@@ -171,6 +172,7 @@ class OptimizedFunction:
             prepared.names(solution.choice),
             dict(decision.seconds),
             prepared.loops.written if prepared.given and prepared.loops else (),
+            note_of_loops(prepared.captured.given),
         )
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:

@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from remat_opt.program import compat
+
 # The CPU compiler expands optimization barriers and then merges what they kept apart (JAX issue 19822; jax 0.12 keeps
 # them, and the option does no harm there). Its default order of instructions favours concurrency, which lets buffers
 # live long; the order for little memory is as fast (see the demo's time ratio). Loops over a few hundred bytes it would
@@ -34,6 +36,12 @@ def merge_compiler_options(given: Mapping[str, Any], overriding: Mapping[str, An
         else:
             options[name] = value
     return options
+
+
+def merges_checkpoints(platform: str, compiler_options: Mapping[str, Any] | None) -> bool:
+    """Whether a step compiled with these options has what a `jax.checkpoint` recomputes merged with its first run."""
+    disabled = str((compiler_options or {}).get("xla_disable_hlo_passes", "")).split(",")
+    return compat.expands_barriers(platform) and "cse_barrier_expander" not in disabled
 
 
 def platform_of(jit_options: Mapping[str, Any]) -> str:
