@@ -13,6 +13,7 @@ import jax
 
 from remat_opt.adapters import AdaptedFunction
 from remat_opt.compiling import compile_elsewhere, compile_here
+from remat_opt.donation import Undonated
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
 from remat_opt.program import compat
@@ -40,6 +41,7 @@ class Measurement:
         optimized_refusal: the same of the optimised step.
         plain_flops: FLOPs of the plain step, loops times their length; None where it was not measured.
         optimized_flops: the same of the optimised step.
+        undonated: state that donation would save memory for; None where there is little.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Measurement:
     optimized_refusal: CompilationOutOfMemory | None = None
     plain_flops: FlopCount | None = None
     optimized_flops: FlopCount | None = None
+    undonated: Undonated | None = None
 
     @property
     def temp_bytes(self) -> int | None:
@@ -114,6 +117,7 @@ class Measurement:
         counts = (self.plain_flops, self.optimized_flops)
         if any(count.has_unknown_loops for count in counts if count is not None):
             notes.append(f"{UNKNOWN_LOOPS[0].upper()}{UNKNOWN_LOOPS[1:]}.")
+        notes += [f"{self.undonated}."] if self.undonated is not None else []
         notes += [f"Plan: {self.plan.note}."] if self.plan.note else []
         return [line for note in notes for line in ("", *textwrap.wrap(note, _WIDTH))]
 
@@ -164,9 +168,10 @@ def _measure(
             plain_flops = _count(jitted, step, target, False, args, kwargs)
         optimized, optimized_refusal = _compile(step, step, target, not plan.is_plain, args, kwargs)
         optimized_flops = _count(step, step, target, not plan.is_plain, args, kwargs)
+        undonated = step.undonated(*args, **kwargs)
     name = getattr(step.original, "__qualname__", repr(step.original))
     refusals, counts = (plain_refusal, optimized_refusal), (plain_flops, optimized_flops)
-    return Measurement(name, target.name, plain, optimized, plan, *refusals, *counts)
+    return Measurement(name, target.name, plain, optimized, plan, *refusals, *counts, undonated)
 
 
 def _count(

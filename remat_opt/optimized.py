@@ -28,6 +28,7 @@ from remat_opt.adapters import AdaptedFunction, adapt_function_of_modules, takes
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.compiling import compile_as_called, compile_candidate
 from remat_opt.deciding import Decision, runs_as_given
+from remat_opt.donation import Undonated, find_undonated
 from remat_opt.falling_back import as_given_after, failure_note, unread
 from remat_opt.jit_options import standing_for, with_ours
 from remat_opt.plan import Plan
@@ -175,6 +176,22 @@ class OptimizedFunction:
             note_of_loops(prepared.captured.given),
         )
 
+    def undonated(self, *args, **kwargs) -> Undonated | None:
+        """State among these arguments that comes back as results and is not donated; None where it is little."""
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.ask(lambda inner, a, k: inner.undonated(*a, **k), args, kwargs)
+        return self._undonated(self._decision(args, kwargs), args)
+
+    def _undonated(self, decision: Decision, args: tuple) -> Undonated | None:
+        return find_undonated(
+            decision.prepared.captured,
+            self._fun,
+            self._options,
+            args,
+            temp_bytes=decision.plan.predicted.peak_bytes,
+            several=decision.runs_as_given,
+        )
+
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""
         if delegate := self._for_modules(args, kwargs):
@@ -244,6 +261,8 @@ class OptimizedFunction:
             else:
                 decision = as_given_after(failure, "reading the step", prepared, self._settings)
             self._teller.tell(decision)
+            if failure is None and compat.outside_of_any_trace():
+                self._teller.tell_undonated(decision, self._undonated(decision, args))
             if not prepared.captured.closed_over:
                 decisions[key] = decision
             rewritten = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
