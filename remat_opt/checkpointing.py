@@ -25,6 +25,7 @@ from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured, capture_traced
 from remat_opt.program.fingerprint import fingerprint
+from remat_opt.program.flops import note_of_loops
 from remat_opt.program.inline import Program
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.resolving import resolve
@@ -279,7 +280,10 @@ class _Checkpointed:
         prepared, solution = decision.prepared, decision.solution
         problem, names, seconds = prepared.problem, prepared.names(solution.choice), dict(decision.seconds)
         liveness = problem.plain.liveness, solution.liveness
-        return explain(decision.plan, prepared.graph_as_given, problem.graph, *liveness, names, seconds)
+        note = note_of_loops(prepared.captured.given)
+        return explain(
+            decision.plan, prepared.graph_as_given, problem.graph, *liveness, names, seconds, flops_note=note
+        )
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""

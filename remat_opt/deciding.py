@@ -11,7 +11,7 @@ import jax
 import jaxlib
 
 from remat_opt.forms import Forms, Found
-from remat_opt.plan import Plan, Prediction, digest
+from remat_opt.plan import Plan, Prediction, digest, pack
 from remat_opt.prepared import Prepared
 from remat_opt.report.progress import SearchProgress
 from remat_opt.search import Solution
@@ -141,7 +141,7 @@ class Decider:
             saved=saved,
             saved_digest=digest(saved),
             choice=solution.choice,
-            schedule=solution.schedule,
+            runs=pack(solution.schedule),
             predicted=predicted,
             measured=measured,
             plain_measured=self.plain_figures,

@@ -27,6 +27,7 @@ import numpy as np
 from remat_opt.api import optimize
 from remat_opt.budget import InfeasibleBudget
 from remat_opt.optimized import OptimizedFunction
+from remat_opt.program.flops import FlopCount, count_flops
 from remat_opt.report.explain import Explanation
 from remat_opt.targets import Figures, read_figures, resolve_target
 from remat_opt.targets.options import BARRIERS_KEPT
@@ -78,6 +79,7 @@ class Variant:
         make: jits it; takes the positions of the arguments to donate.
         step: it, jitted with the training state donated.
         figures: the compiler's, of `step`.
+        flops: of `step`, loops times their length.
         figures_undonated: the compiler's, with nothing donated.
         compile_seconds: wall time of tracing, planning and compiling `step`.
         losses: one for each training step.
@@ -89,6 +91,7 @@ class Variant:
     make: Callable[[tuple[int, ...]], Any]
     step: Any = None
     figures: Figures | None = None
+    flops: FlopCount | None = None
     figures_undonated: Figures | None = None
     compile_seconds: float = 0.0
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -155,7 +158,9 @@ def _variants(train_step: Callable, by_hand: Callable, options: Options) -> list
 def _compile(variant: Variant, example: Any) -> None:
     variant.step = variant.make(example.donate_argnums)
     # The calls that train use the same executable.
-    variant.figures, variant.compile_seconds = _figures(variant.step, (example.init(), *example.batch()))
+    arguments = (example.init(), *example.batch())
+    variant.figures, variant.compile_seconds = _figures(variant.step, arguments)
+    variant.flops = count_flops(variant.step.trace(*arguments).jaxpr)
     # A budget may be out of reach without donation.
     with contextlib.suppress(InfeasibleBudget):
         variant.figures_undonated, _ = _figures(variant.make(()), example.abstract_args)
@@ -251,10 +256,12 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
 
 def _variant_as_json(variant: Variant, plain: Variant) -> dict[str, Any]:
     assert variant.figures is not None
+    assert variant.flops is not None
     assert variant.difference is not None
     return {
         **variant.figures.as_json(),
         "physical_peak_bytes": variant.figures.physical_peak_bytes,
+        "flops_loops_times_length": variant.flops.flops,
         "temp_bytes_undonated": variant.figures_undonated and variant.figures_undonated.temp_bytes,
         "losses": variant.losses,
         "step_seconds": variant.step_seconds,

@@ -60,6 +60,7 @@ def _memory(outcome: Outcome) -> Table:
     peak = [_figure(variants[name], "physical_peak_bytes") for name in COLUMNS]
     undonated = [variants[name].figures_undonated for name in COLUMNS]
     flops = [_figure(variants[name], "flops") for name in COLUMNS]
+    counts = [count for name in COLUMNS if (count := variants[name].flops) is not None]
     table = _table("\nmemory")
     table.add_row("temporary memory, compiled", *_with_bytes(temp))
     table.add_row("  against plain", NOTHING, *(format_change(found, temp[0]) for found in temp[1:]))
@@ -77,7 +78,8 @@ def _memory(outcome: Outcome) -> Table:
         format_change(predicted.flops + predicted.extra_flops, predicted.flops),
         NOTHING,
     )
-    if all(flops):
+    table.add_row("FLOPs, loops times length", *(format_flops(count.flops) for count in counts))
+    if all(flops) and not any(count.has_loops for count in counts):
         table.add_row("FLOPs, as the compiler counts", *(format_flops(found) for found in flops))
     return table
 

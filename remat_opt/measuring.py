@@ -12,12 +12,14 @@ from typing import Any
 import jax
 
 from remat_opt.compiling import compile_elsewhere, compile_here
+from remat_opt.donation import Undonated
 from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
 from remat_opt.program import compat
+from remat_opt.program.flops import UNKNOWN_LOOPS, FlopCount, count_flops
 from remat_opt.report.units import format_bytes, format_change, format_flops, format_seconds
 from remat_opt.targets import CompilationOutOfMemory, Figures, Target, is_attached
-from remat_opt.targets.options import compiler_options_for
+from remat_opt.targets.options import compiler_options_for, merges_checkpoints
 from remat_opt.warning import RematWarning
 
 _WIDTH = 88
@@ -36,6 +38,9 @@ class Measurement:
         plain_refusal: why the compiler refused the plain step (TPU compilers refuse what does not fit the device; its
             `needed_bytes` says how much that would be); None where it did not.
         optimized_refusal: the same of the optimised step.
+        plain_flops: FLOPs of the plain step, loops times their length; None where it was not measured.
+        optimized_flops: the same of the optimised step.
+        undonated: state that donation would save memory for; None where there is little.
     """
 
     name: str
@@ -45,6 +50,9 @@ class Measurement:
     plan: Plan
     plain_refusal: CompilationOutOfMemory | None = None
     optimized_refusal: CompilationOutOfMemory | None = None
+    plain_flops: FlopCount | None = None
+    optimized_flops: FlopCount | None = None
+    undonated: Undonated | None = None
 
     @property
     def temp_bytes(self) -> int | None:
@@ -67,19 +75,33 @@ class Measurement:
         return f"{self.name} for {self.target}, jax {figures.jax_version}{compiler}"
 
     def _table(self) -> list[str]:
-        columns = {"plain": self.plain, "remat_opt": self.optimized}
+        columns = {"plain": (self.plain, self.plain_flops), "remat_opt": (self.optimized, self.optimized_flops)}
         if self.plain is None and self.plain_refusal is None:
             del columns["plain"]
         lines = [f"{'':32}" + "".join(f"{name:>15}" for name in columns)]
-        for label, read, show in _ROWS:
-            found = [None if figures is None else read(figures) for figures in columns.values()]
-            if label == _SENT and not any(found):
+        rows = [
+            (label, [figures and read(figures) for figures, _ in columns.values()], show) for label, read, show in _ROWS
+        ]
+        counted = [count and count.flops for _, count in columns.values()]
+        rows.insert(_AFTER_MEMORY, (_FLOPS, counted, format_flops))
+        hidden = {label for label, found, _ in rows if label == _SENT and not any(found)}
+        hidden |= set() if self._compiler_counts_the_same else {_COMPILERS_FLOPS}
+        for label, found, show in rows:
+            if label in hidden:
                 continue
             cells = "".join(f"{'–' if value is None else show(value):>15}" for value in found)
             known = [value for value in found if value is not None]
             change = format_change(known[1], known[0]) if len(known) == 2 and label in _COMPARED else ""
             lines.append(f"{label:32}{cells}{change:>9}".rstrip())
         return lines
+
+    @property
+    def _compiler_counts_the_same(self) -> bool:
+        """Whether XLA's count has the same meaning as ours: it has a loop's body once, and one device's share."""
+        counts = [count for count in (self.plain_flops, self.optimized_flops) if count is not None]
+        figures = [one for one in (self.plain, self.optimized) if one is not None and one.flops is not None]
+        is_divided = any(one.collectives is not None for one in figures)
+        return bool(figures) and not is_divided and not any(count.has_loops for count in counts)
 
     def _notes(self) -> list[str]:
         notes = []
@@ -91,22 +113,29 @@ class Measurement:
                 notes.append(f"The {step} step does not fit the device.")
         figures = self.optimized or self.plain
         notes += [figures.note[0].upper() + figures.note[1:] + "."] if figures is not None and figures.note else []
+        counts = (self.plain_flops, self.optimized_flops)
+        if any(count.has_unknown_loops for count in counts if count is not None):
+            notes.append(f"{UNKNOWN_LOOPS[0].upper()}{UNKNOWN_LOOPS[1:]}.")
+        notes += [f"{self.undonated}."] if self.undonated is not None else []
         notes += [f"Plan: {self.plan.note}."] if self.plan.note else []
         return [line for note in notes for line in ("", *textwrap.wrap(note, _WIDTH))]
 
 
 _SENT = "arrays sent between devices"
+_FLOPS = "FLOPs, loops times their length"
+_COMPILERS_FLOPS = "FLOPs, as the compiler counts"
 _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
     ("temporary memory", lambda figures: figures.temp_bytes, format_bytes),
     ("arguments", lambda figures: figures.argument_bytes, format_bytes),
     ("outputs", lambda figures: figures.output_bytes, format_bytes),
     ("aliased (donated)", lambda figures: figures.alias_bytes, format_bytes),
     ("physical peak", lambda figures: figures.physical_peak_bytes, format_bytes),
-    ("FLOPs, as the compiler counts", lambda figures: figures.flops, format_flops),
+    (_COMPILERS_FLOPS, lambda figures: figures.flops, format_flops),
     (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
     ("compiling", lambda figures: figures.compile_seconds, format_seconds),
 )
-_COMPARED = frozenset({"temporary memory", "physical peak", "FLOPs, as the compiler counts"})
+_AFTER_MEMORY = 5  # where our own count stands among the compiler's figures
+_COMPARED = frozenset({"temporary memory", "physical peak", _FLOPS, _COMPILERS_FLOPS})
 
 
 def measure_step(step: Any, target: Target | None, with_plain: bool, args: tuple, kwargs: dict) -> Measurement:
@@ -126,15 +155,28 @@ def _measure(
     step: OptimizedFunction, args: tuple, kwargs: dict, *, target: Target | None, with_plain: bool
 ) -> Measurement:
     target = target or step.target
-    plain = plain_refusal = optimized = optimized_refusal = None
+    plain = plain_refusal = plain_flops = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RematWarning)  # what they say is in the plan
         plan = step.plan(*args, **kwargs)
         if with_plain:
-            plain, plain_refusal = _compile(jax.jit(step.original, **step.options), step, target, False, args, kwargs)
+            jitted = jax.jit(step.original, **step.options)
+            plain, plain_refusal = _compile(jitted, step, target, False, args, kwargs)
+            plain_flops = _count(jitted, step, target, False, args, kwargs)
         optimized, optimized_refusal = _compile(step, step, target, not plan.is_plain, args, kwargs)
+        optimized_flops = _count(step, step, target, not plan.is_plain, args, kwargs)
+        undonated = step.undonated(*args, **kwargs)
     name = getattr(step.original, "__qualname__", repr(step.original))
-    return Measurement(name, target.name, plain, optimized, plan, plain_refusal, optimized_refusal)
+    refusals, counts = (plain_refusal, optimized_refusal), (plain_flops, optimized_flops)
+    return Measurement(name, target.name, plain, optimized, plan, *refusals, *counts, undonated)
+
+
+def _count(
+    jitted: Any, step: OptimizedFunction, target: Target, rewritten: bool, args: tuple, kwargs: dict
+) -> FlopCount:
+    options = step.options.get("compiler_options")
+    merges = not rewritten and merges_checkpoints(target.platform, options)
+    return count_flops(jitted.trace(*args, **kwargs).jaxpr, merges_checkpoints=merges)
 
 
 def _compile(

@@ -36,6 +36,7 @@ from remat_opt.closed_over import leaving_modules
 from remat_opt.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.compiling import compile_as_called, compile_candidate
 from remat_opt.deciding import Decision, runs_as_given
+from remat_opt.donation import Undonated, find_undonated
 from remat_opt.falling_back import as_given_after, failure_note, of_symbolic_shapes, unread
 from remat_opt.jit_options import standing_for, with_ours
 from remat_opt.plan import Plan
@@ -44,6 +45,7 @@ from remat_opt.planning import decide
 from remat_opt.prepared import Prepared, prepare
 from remat_opt.program import compat
 from remat_opt.program.capture import capture_traced, dynamic_leaves
+from remat_opt.program.flops import note_of_loops
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.search import Solution
 from remat_opt.settings import Settings
@@ -207,6 +209,25 @@ class OptimizedFunction:
             prepared.names(solution.choice),
             dict(decision.seconds),
             prepared.loops.written if prepared.given and prepared.loops else (),
+            note_of_loops(prepared.captured.given),
+        )
+
+    def undonated(self, *args, **kwargs) -> Undonated | None:
+        """State among these arguments that comes back as results and is not donated; None where it is little."""
+        if delegate := self._for_modules(args, kwargs):
+            return delegate.ask(lambda inner, a, k: inner.undonated(*a, **k), args, kwargs)
+        return self._undonated(self._decision(args, kwargs), args)
+
+    def _undonated(self, decision: Decision, args: tuple) -> Undonated | None:
+        if not decision.prepared.captured.given.outputs:  # a step that was not read
+            return None
+        return find_undonated(
+            decision.prepared.captured,
+            self._fun,
+            self._options,
+            args,
+            temp_bytes=decision.plan.predicted.peak_bytes,
+            several=decision.runs_as_given,
         )
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -281,6 +302,8 @@ class OptimizedFunction:
             if rewritten != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
                 self._forget_compiled(rewritten)
             self._teller.tell(decision)  # last: where warnings are errors, the next call runs what was decided
+            if compat.outside_of_any_trace():
+                self._teller.tell_undonated(decision, self._undonated(decision, args))
             return decision
 
     def _decide_traced(self, traced: Any, started: float, args: tuple, kwargs: dict) -> Decision:

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
-import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
+from remat_opt import plan_checks
 from remat_opt.graph.derive import Choice
+from remat_opt.graph.graph import Graph
 from remat_opt.graph.schedule import Run, Schedule
 from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.options import MOST_KINDS
+from remat_opt.loops.pairs import Pair
+from remat_opt.plan_checks import Ranges
 from remat_opt.targets.figures import Figures
 
 SCHEMA = 3
-
-_Record = TypeVar("_Record")
 
 
 class PlanError(ValueError):
@@ -47,6 +50,19 @@ class Prediction:
     extra_seconds: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedRun:
+    """A `Run` with its operations as ranges: a plan from a file says nothing that is listed before it is checked."""
+
+    ranges: Ranges
+    recomputed: bool
+
+
+def pack(schedule: Schedule) -> tuple[PackedRun, ...]:
+    """A schedule's runs with their operations as ranges; `Plan.schedule` is the inverse."""
+    return tuple(PackedRun(_to_ranges(run.ops), run.recomputed) for run in schedule.runs)
+
+
 @dataclasses.dataclass(frozen=True)
 class Plan:
     """The decision for one program.
@@ -60,7 +76,7 @@ class Plan:
         budget: the budget as it was asked for; None for the least memory.
         saved: names of the saved tensors. Only this may be edited by hand; the schedule is then derived again.
         choice: the search's decision by ids: the saved values, the cuts and the turning points.
-        schedule: the order of all ops, with repeats.
+        runs: the order of all ops, with repeats, as ranges; `schedule` lists them.
         predicted: the models' figures.
         measured: the compiler's figures of the planned step, where it was compiled.
         plain_measured: the compiler's figures of the step as it was given, where it was compiled.
@@ -88,7 +104,7 @@ class Plan:
     budget: int | float | str | None
     saved: tuple[str, ...]
     choice: Choice
-    schedule: Schedule
+    runs: tuple[PackedRun, ...]
     predicted: Prediction
     measured: Figures | None = None
     plain_measured: Figures | None = None
@@ -105,7 +121,38 @@ class Plan:
     @property
     def is_plain(self) -> bool:
         """Whether nothing is changed: the step runs as it was given."""
-        return not (self.schedule.recomputed or self.loops or self.loop_bodies or self.rewritten or self.in_our_order)
+        recomputes = any(run.recomputed for run in self.runs)
+        return not (recomputes or self.loops or self.loop_bodies or self.rewritten or self.in_our_order)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The order of all ops, with repeats. Of a plan that somebody else wrote ask `schedule_for`."""
+        return Schedule(tuple(Run(_from_ranges(run.ranges), run.recomputed) for run in self.runs))
+
+    def schedule_for(self, graph: Graph) -> Schedule:
+        """The schedule, after it was compared with the program that it is to be used on.
+
+        Args:
+            graph: the program, with its loops written as the plan says.
+
+        Raises:
+            ValueError: it does not run each operation once, runs one again that may run only once, or has positions
+                that the program does not have.
+        """
+        count = plan_checks.check_runs(((run.ranges, run.recomputed) for run in self.runs), len(graph.ops))
+        points = self.choice.turning_points
+        for at in (*points, *self.choice.cuts):
+            plan_checks.expect(0 <= at <= count, "choice", f"positions from 0 to {count}", at)
+        if len({*points}) * count > plan_checks.most_runs(count):
+            raise ValueError(f"choice, expected fewer turning points, found {len(points)}")
+        schedule = self.schedule
+        once = {op for op in range(count) if not graph.ops[op].repeatable}
+        if not once.isdisjoint(schedule.recomputed):
+            raise ValueError(f"schedule, which runs operation {min(once.intersection(schedule.recomputed))} again")
+        in_order = [op for run in schedule.runs if not run.recomputed for op in run.ops if op in once]
+        if in_order != sorted(in_order):
+            raise ValueError("schedule, which changes the order of operations that may run only once")
+        return schedule
 
     @property
     def edited(self) -> bool:
@@ -129,7 +176,7 @@ class Plan:
                 "turning_points": list(self.choice.turning_points),
                 "cuts": list(self.choice.cuts),
             },
-            "schedule": [{"recomputed": run.recomputed, "ops": _to_ranges(run.ops)} for run in self.schedule.runs],
+            "schedule": [{"recomputed": run.recomputed, "ops": [list(one) for one in run.ranges]} for run in self.runs],
             "predicted": dataclasses.asdict(self.predicted),
             "measured": self.measured and self.measured.as_json(),
             "plain_measured": self.plain_measured and self.plain_measured.as_json(),
@@ -183,43 +230,34 @@ class Plan:
             )
         try:
             return cls._from_document(document)
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+        except ValueError as error:
             raise PlanError(
-                f"expected a whole plan, as plan.save(path) writes it; {type(error).__name__} at {error}. "
+                f"expected a whole plan, as plan.save(path) writes it; it is damaged at {error}. "
                 "Plan again with step.plan(*args).save(path)"
             ) from error
 
     @classmethod
     def _from_document(cls, document: dict[str, Any]) -> Plan:
-        _check_types(document)
-        choice = document["choice"]
-        saved = tuple(document["saved"])
+        plan_checks.document(SCHEMA, Prediction)("", document)
         if _digest_of_schedule(document) != document["schedule_digest"]:
             raise ValueError("choice or schedule, which were edited; only the names under saved may be")
-        runs = tuple(Run(_from_ranges(run["ops"]), run["recomputed"]) for run in document["schedule"])
+        runs = tuple(
+            PackedRun(tuple((first, count) for first, count in run["ops"]), run["recomputed"])
+            for run in document["schedule"]
+        )
+        plan_checks.check_runs((run.ranges, run.recomputed) for run in runs)
+        choice = document["choice"]
+        parts = ("fingerprint", "equations", "target", "solver", "budget", "note", "saved_digest", "loop_bodies")
         return cls(
-            fingerprint=document["fingerprint"],
+            **{name: document[name] for name in (*parts, "inside_loops", "versions")},
             inputs=tuple(document["inputs"]),
-            equations=document["equations"],
-            target=document["target"],
-            solver=document["solver"],
-            budget=document["budget"],
-            saved=saved,
-            choice=Choice(
-                frozenset(map(int, choice["saved"])),
-                tuple(map(int, choice["turning_points"])),
-                tuple(map(int, choice["cuts"])),
-            ),
-            schedule=Schedule(runs),
-            predicted=_typed(Prediction, Prediction(**document["predicted"])),
+            saved=tuple(document["saved"]),
+            choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
+            runs=runs,
+            predicted=Prediction(**document["predicted"]),
             measured=_figures(document["measured"]),
             plain_measured=_figures(document["plain_measured"]),
-            versions=dict(document["versions"]),
-            note=document["note"],
-            saved_digest=document["saved_digest"],
             loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
-            loop_bodies=int(document["loop_bodies"]),
-            inside_loops=document["inside_loops"],
             gathers_once="gathers_once" in document,
             rewritten="rewritten" in document,
             in_our_order="in_our_order" in document,
@@ -258,49 +296,32 @@ def check_fit(plan: Plan, fingerprint: str, inputs: tuple[str, ...], equations: 
     )
 
 
-# Of the parts that no digest covers.
-_TYPES: dict[str, tuple[type, ...]] = {
-    **dict.fromkeys(("fingerprint", "target", "solver", "note", "saved_digest"), (str,)),
-    **dict.fromkeys(("inputs", "saved"), (list,)),
-    **dict.fromkeys(("equations", "loop_bodies"), (int,)),
-    **dict.fromkeys(("measured", "plain_measured"), (dict, type(None))),
-    "budget": (int, float, str, type(None)),
-    "inside_loops": (int, float, type(None)),
-    "predicted": (dict,),
-    "versions": (dict,),
-}
+def check_loops(plan: Plan, pairs: Sequence[Pair]) -> None:
+    """Compare what a plan says of loops with the program's.
 
+    Args:
+        plan: the plan.
+        pairs: the program's pairs of loops, in their order.
 
-def _check_types(document: dict[str, Any]) -> None:
-    for part, types in _TYPES.items():
-        if type(document[part]) not in types:
-            raise TypeError(f"{part}, which is {_shown(document[part])}")
-    for part, values in (
-        ("inputs", document["inputs"]),
-        ("saved", document["saved"]),
-        ("versions", document["versions"].values()),
-    ):
-        for value in values:
-            if not isinstance(value, str):
-                raise TypeError(f"{part}, where text is expected and {_shown(value)} stands")
+    Raises:
+        ValueError: it names pairs, steps or values that are not there.
+    """
+    numbers = [at for at, _ in plan.loops]
+    if len({*numbers}) < len(numbers) or not all(at < len(pairs) for at in numbers):
+        raise ValueError(f"loops, expected some of {len(pairs)} pairs, each once, found {numbers[:10]}")
+    for at, choice in plan.loops:
+        length, values = pairs[at].length, len(pairs[at].forward.body.avals)
+        if choice.chunk is not None and choice.chunk > length:
+            raise ValueError(f"loops, expected chunks of at most {length} steps, found {choice.chunk}")
+        if len(choice.earlier) > MOST_KINDS or sum(one.all_steps for one in choice.earlier) >= length:
+            raise ValueError(f"loops, expected at most {MOST_KINDS} kinds of chunks before the last, in {length} steps")
+        sets = (choice.saved, choice.in_chunk, *(one.in_chunk for one in choice.earlier))
+        if not all(value < values for one in sets for value in one):
+            raise ValueError(f"loops, expected ids of the {values} values of the loop's body")
 
 
 def _figures(values: dict[str, Any] | None) -> Figures | None:
-    return None if values is None else _typed(Figures, Figures.from_json(values))
-
-
-def _typed(cls: type[_Record], record: _Record) -> _Record:
-    """A record whose values have the types that its class says."""
-    for name, hint in typing.get_type_hints(cls).items():
-        value = getattr(record, name)
-        types = typing.get_args(hint) or (hint,)
-        if type(value) not in (*types, int if float in types else None):
-            raise TypeError(f"{name}, which is {_shown(value)}")
-    return record
-
-
-def _shown(value: Any) -> str:
-    return repr(value) if len(repr(value)) < 40 else f"a {type(value).__name__}"
+    return None if values is None else Figures.from_json(values)
 
 
 def digest(names: tuple[str, ...]) -> str:
@@ -309,14 +330,10 @@ def digest(names: tuple[str, ...]) -> str:
 
 
 def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
-    saved, in_chunk = (frozenset(map(int, loop[name])) for name in ("saved", "in_chunk"))
     # Plans of before there were such things do not say anything of them.
-    earlier = tuple(
-        Chunks(int(one["number"]), int(one["steps"]), frozenset(map(int, one["in_chunk"])))
-        for one in loop.get("earlier", ())
-    )
-    step_bytes = None if loop.get("step_bytes") is None else int(loop["step_bytes"])
-    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, step_bytes)
+    earlier = tuple(Chunks(one["number"], one["steps"], frozenset(one["in_chunk"])) for one in loop.get("earlier", ()))
+    saved, in_chunk = frozenset(loop["saved"]), frozenset(loop["in_chunk"])
+    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, loop.get("step_bytes"))
 
 
 def _digest_of_schedule(document: dict[str, Any]) -> str:
@@ -326,16 +343,17 @@ def _digest_of_schedule(document: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
 
 
-def _to_ranges(ops: tuple[int, ...]) -> list[list[int]]:
-    """Op ids as [first, count] of consecutive ones: short, and the same for the same schedule."""
-    ranges: list[list[int]] = []
+def _to_ranges(ops: Sequence[int]) -> Ranges:
+    """Op ids as (first, count) of consecutive ones: short, and the same for the same schedule."""
+    ranges: list[tuple[int, int]] = []
     for op in ops:
-        if ranges and ranges[-1][0] + ranges[-1][1] == op:
-            ranges[-1][1] += 1
+        first, count = ranges[-1] if ranges else (-1, 0)
+        if first + count == op and ranges:
+            ranges[-1] = (first, count + 1)
         else:
-            ranges.append([op, 1])
-    return ranges
+            ranges.append((op, 1))
+    return tuple(ranges)
 
 
-def _from_ranges(ranges: list[list[int]]) -> tuple[int, ...]:
+def _from_ranges(ranges: Ranges) -> tuple[int, ...]:
     return tuple(op for first, count in ranges for op in range(first, first + count))

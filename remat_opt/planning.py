@@ -16,7 +16,7 @@ from remat_opt.least import WORTH_WRITING, least_foreseen
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.peak import why_nothing_is_gained
-from remat_opt.plan import Plan, PlanError, check_fit
+from remat_opt.plan import Plan, PlanError, check_fit, check_loops
 from remat_opt.prepared import Prepared
 from remat_opt.program.names import name_values
 from remat_opt.promises import keep_budget
@@ -137,6 +137,7 @@ def take_over(decider: Decider, plan: Plan) -> Decision:
         return decider.plain(note, plan.measured)
     try:
         pairs = find_pairs(decider.given.captured.program, keep_checkpoints=decider.settings.keep_user_checkpoints)
+        check_loops(plan, pairs.pairs)
         loops = LoopChoices(pairs.pairs, plan.loops, (), pairs.left)
         prepared = decider.given.gathering_once(plan.gathers_once)
         prepared = prepared.written(loops, plan.inside_loops, decider.settings.keep_user_checkpoints)
@@ -168,10 +169,11 @@ def solution_of(plan: Plan, prepared: Prepared) -> Solution:
     unknown = [v for v in plan.choice.saved if not 0 <= v < len(problem.graph.sizes)]
     if unknown:
         raise PlanError(f"expected ids of this program's values among the saved ones, found {min(unknown)}")
+    schedule = plan.schedule_for(problem.graph)
     choice = edited_choice(plan, prepared) if plan.edited else plan.choice
     if choice.saved != plan.choice.saved:
         return problem.solution(choice)
-    return dataclasses.replace(problem.scheduled(plan.schedule, plan.choice), choice=plan.choice)
+    return dataclasses.replace(problem.scheduled(schedule, plan.choice), choice=plan.choice)
 
 
 def edited_choice(plan: Plan, prepared: Prepared) -> Choice:

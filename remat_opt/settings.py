@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from remat_opt.budget import Budget, parse_budget
+from remat_opt.budget import Budget, parse_budget, plain_budget
 from remat_opt.plan import Plan
 from remat_opt.search import SOLVERS
 from remat_opt.targets import Target, resolve_target
@@ -52,7 +52,7 @@ def check_settings(
         resolve_target(target)  # an unknown name is an error now, not at the first call
     return Settings(
         parse_budget(budget),
-        budget,
+        plain_budget(budget),
         target,
         solver,
         plan,

@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 
 from remat_opt.deciding import Decision
+from remat_opt.donation import Undonated
 from remat_opt.falling_back import has_failed
 from remat_opt.planning import made_elsewhere
 from remat_opt.program import compat
@@ -26,6 +27,7 @@ class Teller:
         self._fun = fun
         self._settings = settings
         self._told: set[str] = set()
+        self._has_told_undonated = False
 
     @property
     def name(self) -> str:
@@ -48,6 +50,13 @@ class Teller:
             self.warn(
                 f"{self.name}: planned for {plan.target}, called on {called_on}: its figures were not checked here"
             )
+
+    def tell_undonated(self, decision: Decision, undonated: Undonated | None) -> None:
+        """That donation would save memory, once for each function; not where a budget is kept by the original step."""
+        fits = decision.plan.is_plain and self._settings.budget.is_promise
+        if undonated is not None and not fits and not self._has_told_undonated:
+            self._has_told_undonated = True
+            self.warn(f"{self.name}: {undonated}")
 
     def warn(self, message: str) -> None:
         """Say something, if it was not said before."""

@@ -24,6 +24,8 @@ os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 # `pytest --hypothesis-profile=explore` looks for new counterexamples.
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None)
+# As many as a night has time for: `pytest tests/test_plan_files.py --hypothesis-profile=nightly`.
+hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
 # Looking for garbage among all that tracers hold, as often as Python does, takes a twentieth of the time.

@@ -52,6 +52,16 @@ def test_the_json_says_what_ran_and_where(figures: dict[str, Any]) -> None:
     assert tuple(figures["variants"]) == VARIANTS
 
 
+def test_flops_are_counted_the_same_way_for_all_variants(ran: Ran) -> None:
+    variants, predicted = ran.figures["variants"], ran.figures["plan"]["predicted"]
+    plain, optimised, by_hand = (variants[name]["flops_loops_times_length"] for name in VARIANTS)
+    assert plain == pytest.approx(predicted["flops"], rel=0.01)
+    assert optimised - plain == pytest.approx(predicted["extra_flops"], rel=0.01)
+    assert 1.2 * plain < by_hand < 1.5 * plain
+    assert "FLOPs, loops times length" in ran.shown
+    assert "FLOPs, as the compiler counts" in ran.shown  # no loops: both mean the same
+
+
 def test_the_optimised_step_takes_less_memory(figures: dict[str, Any]) -> None:
     plain, optimised = figures["variants"]["plain"], figures["variants"]["remat_opt"]
     for name in ("temp_bytes", "temp_bytes_undonated", "physical_peak_bytes"):

@@ -6,7 +6,10 @@ import pytest
 from jax.experimental import io_callback
 
 import remat_opt
+from remat_opt.program import compat
+from remat_opt.program.flops import count_flops
 from remat_opt.targets import CompilationOutOfMemory, ProgramNotPortable
+from remat_opt.targets.options import merges_checkpoints
 
 WIDTH, LAYERS, BATCH = 256, 6, 2**18  # an activation does not fit a TPU's memory on the chip
 PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS
@@ -64,6 +67,82 @@ def test_an_optimised_step_is_measured_as_it_is_for_its_own_target() -> None:
     there = remat_opt.measure(step, PARAMS, X, target="h100")
     assert there.target == "h100"
     assert there.plan.target == "h200"
+
+
+def scan_step(params, x):
+    def loss(params):
+        return jnp.mean(jax.lax.scan(lambda h, w: (jax.nn.gelu(h @ w), None), x, params)[0] ** 2)
+
+    return params - 0.1 * jax.grad(loss)(params)
+
+
+def while_step(params, x):
+    trips = jnp.int32(jnp.sum(x[0, :1]) * 0) + 3
+    start = jax.lax.stop_gradient(x)
+    rolled = jax.lax.while_loop(lambda c: c[0] < trips, lambda c: (c[0] + 1, jnp.roll(jnp.sin(c[1]), 1)), (0, start))[1]
+    return train_step(params, rolled)
+
+
+STACK = jax.ShapeDtypeStruct((16, 64, 64), jnp.float32)
+ROWS = jax.ShapeDtypeStruct((1024, 64), jnp.float32)
+MATRICES = [jax.ShapeDtypeStruct((64, 64), jnp.float32)] * LAYERS
+
+
+@pytest.mark.parametrize("target", ["cpu", "h200"])
+def test_loops_count_as_often_as_they_run_in_both_steps_and_in_what_explains_them(target: str) -> None:
+    found = remat_opt.measure(scan_step, STACK, ROWS, target=target)
+    plain, ours = found.plain_flops, found.optimized_flops
+    assert found.plan.loops
+    products = 3 * 16 * 2 * 1024 * 64**2  # forward, and two for the gradients
+    assert products < plain.flops < 1.25 * products
+    assert 1.2 < ours.flops / plain.flops < 1.45  # one more forward pass
+    assert plain.flops == pytest.approx(found.plan.predicted.flops, rel=0.02)
+    assert ours.flops - plain.flops == pytest.approx(found.plan.predicted.extra_flops, rel=0.05)
+    assert "as the compiler counts" not in str(found)
+    assert "unknown length" not in str(found)
+    (line,) = (line for line in str(found).splitlines() if line.startswith("FLOPs"))
+    assert line.endswith(f"{100 * (ours.flops / plain.flops - 1):+.0f} %")
+
+
+def test_loops_of_unknown_length_are_counted_once_and_the_tables_say_so() -> None:
+    once = "Loops of unknown length are counted once"
+    found = remat_opt.measure(while_step, MATRICES, ROWS)
+    assert found.plain_flops.has_unknown_loops
+    assert found.optimized_flops.has_unknown_loops
+    assert once in str(found)
+    assert once in str(remat_opt.optimize(while_step).explain(MATRICES, ROWS))
+    assert once not in str(remat_opt.optimize(train_step).explain(MATRICES, ROWS))
+    assert "as the compiler counts" not in str(found)
+
+
+def checkpointed_step(params, x):
+    def loss(params):
+        y = x
+        for weight in params:
+            y = jax.checkpoint(lambda y, weight: jnp.tanh(jnp.sin(y @ weight) @ weight))(y, weight)
+        return jnp.mean(y**2)
+
+    return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, jax.grad(loss)(params))
+
+
+def test_what_a_checkpoint_recomputes_counts_where_the_compiler_keeps_it() -> None:
+    jaxpr = jax.jit(checkpointed_step).trace(MATRICES, ROWS).jaxpr
+    barriers = {"xla_disable_hlo_passes": "another,cse_barrier_expander"}
+    merged, kept = (count_flops(jaxpr, merges_checkpoints=merges).flops for merges in (True, False))
+    assert 1.2 < kept / merged < 1.4
+    assert merges_checkpoints("cpu", None) == merges_checkpoints("cpu", {}) == compat.expands_barriers("cpu")
+    assert not merges_checkpoints("cpu", barriers)
+    assert not merges_checkpoints("cuda", None)
+    found = remat_opt.measure(checkpointed_step, MATRICES, ROWS)
+    assert found.plain_flops.flops == (merged if compat.expands_barriers("cpu") else kept)
+
+
+@pytest.mark.parametrize("target", ["cpu", "v5e"])
+def test_the_compilers_count_is_shown_where_it_means_the_same(target: str) -> None:
+    found = remat_opt.measure(train_step, MATRICES, ROWS, target=target)
+    assert "FLOPs, as the compiler counts" in str(found)
+    assert found.plain.flops == pytest.approx(found.plain_flops.flops, rel=0.1)
+    assert found.optimized.flops == pytest.approx(found.optimized_flops.flops, rel=0.1)
 
 
 def test_what_cannot_be_gained_is_measured_plain_and_says_so() -> None:

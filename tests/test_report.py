@@ -14,7 +14,7 @@ from remat_opt.graph.derive import Choice, derive
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
-from remat_opt.plan import Plan, Prediction
+from remat_opt.plan import Plan, Prediction, pack
 from remat_opt.report.curves import curve_of, draw
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.report.saved import Reason, join_names, reasons_of
@@ -106,7 +106,7 @@ def plan_of(graph: Graph, choice: Choice) -> Plan:
     """A plan by hand, without figures."""
     schedule = derive(graph, choice, range(len(graph.ops)))
     nothing = Prediction(0, 0, 0, 0.0, 0.0, 0.0, 0.0)
-    return Plan("", (), len(graph.ops), "cpu", "auto", None, (), choice, schedule, nothing)
+    return Plan("", (), len(graph.ops), "cpu", "auto", None, (), choice, pack(schedule), nothing)
 
 
 # Curves
@@ -247,7 +247,7 @@ def plain_explanation() -> Explanation:
     liveness = simulate(graph, schedule)
     predicted = Prediction(liveness.peak, liveness.peak, 0, graph.flops, 0.0, graph.seconds, 0.0)
     note = "nothing to gain: recomputing anything would not lower the peak"
-    plan = Plan("", (), 7, "cpu", "auto", "12GiB", (), Choice(), schedule, predicted, note=note)
+    plan = Plan("", (), 7, "cpu", "auto", "12GiB", (), Choice(), pack(schedule), predicted, note=note)
     return explain(plan, graph, graph, liveness, liveness, {}, {})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -13,9 +14,57 @@ from jax.extend.core import primitives as P
 
 from remat_opt.program import compat
 from remat_opt.program.images import POOLS
-from remat_opt.program.inline import Equation, Program
+from remat_opt.program.inline import Equation, Program, inline
 from remat_opt.program.pool_parts import BOTH, PLACES, SPREAD, Part
 from remat_opt.program.primitives import MOVES
+
+
+@dataclasses.dataclass(frozen=True)
+class FlopCount:
+    """FLOPs of a whole step.
+
+    Attributes:
+        flops: loops count as often as they run.
+        has_loops: there are loops or kernels, whose body XLA's own count has once.
+        has_unknown_loops: there are loops of unknown length (`while_loop`); they are counted once.
+    """
+
+    flops: float
+    has_loops: bool
+    has_unknown_loops: bool
+
+
+def note_of_loops(program: Program) -> str:
+    """What a reader has to know of a program's FLOPs; empty if nothing."""
+    return UNKNOWN_LOOPS if loops_in(program)[1] else ""
+
+
+UNKNOWN_LOOPS = "loops of unknown length are counted once in FLOPs"
+
+
+def count_flops(closed: Any, *, merges_checkpoints: bool = False) -> FlopCount:
+    """Count the FLOPs of a traced step as it runs, original or rewritten.
+
+    Args:
+        closed: its jaxpr.
+        merges_checkpoints: it is compiled by a compiler that merges what a `jax.checkpoint` recomputes with its first
+            run (`compat.expands_barriers`).
+    """
+    program = inline(compat.without_dead_code(closed), with_barriers=not merges_checkpoints, keep_names=False)
+    return FlopCount(sum(flops_of(one, program) for one in program.equations), *loops_in(program))
+
+
+def loops_in(program: Program) -> tuple[bool, bool]:
+    """Whether a program has loops or kernels, and whether it has loops of unknown length, anywhere inside."""
+    found: list[bool] = []
+    stack: list[Any] = list(program.equations)
+    while stack:
+        equation = stack.pop()
+        if equation.primitive in (P.scan_p, P.while_p) or compat.is_kernel(equation.params):
+            found.append(equation.primitive is P.while_p)
+        for jaxpr in compat.jaxprs_in(equation.params):
+            stack += compat.bare_jaxpr(jaxpr).eqns
+    return bool(found), any(found)
 
 
 def flops_of(equation: Equation, program: Program) -> float:

@@ -39,6 +39,7 @@ class Explanation:
         names: name of each saved value.
         seconds: time spent on each stage of planning.
         loops: pairs of forward and backward loops that are written again.
+        flops_note: what has to be known of the FLOPs; empty if nothing.
     """
 
     plan: Plan
@@ -49,6 +50,7 @@ class Explanation:
     names: Mapping[int, str]
     seconds: Mapping[str, float]
     loops: tuple[WrittenPair, ...] = ()
+    flops_note: str = ""
 
     @functools.cached_property
     def before(self) -> Curve:
@@ -123,6 +125,7 @@ def explain(
     names: Mapping[int, str],
     seconds: Mapping[str, float],
     loops: tuple[WrittenPair, ...] = (),
+    flops_note: str = "",
 ) -> Explanation:
     """Gather what there is to say of a plan; for the arguments see `Explanation`."""
-    return Explanation(plan, given, graph, plain, rewritten, names, seconds, loops)
+    return Explanation(plan, given, graph, plain, rewritten, names, seconds, loops, flops_note)

@@ -134,7 +134,9 @@ def _figures(explanation: Explanation) -> list[str]:
     quantities.append(_Quantity("time, estimated by roofline", format_seconds, *seconds))
     heads = ("as given", "", "") if plan.is_plain else ("before", "after", "")
     rows = [quantity.as_row(alone=plan.is_plain) for quantity in quantities]
-    return [_row("", *heads), *rows, *_how_measured(before, after)]
+    note = explanation.flops_note
+    counted = [f"{note[0].upper()}{note[1:]}."] if note else []
+    return [_row("", *heads), *rows, *counted, *_how_measured(before, after)]
 
 
 def _how_measured(before: Figures | None, after: Figures | None) -> list[str]:

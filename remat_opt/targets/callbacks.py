@@ -1,4 +1,4 @@
-"""Programs without their callbacks to the host, for compilers of absent devices: a callback needs the host's process."""
+"""Programs without callbacks to the host, for compilers of absent devices: a callback needs the host's process."""
 
 from __future__ import annotations
 

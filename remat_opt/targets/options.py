@@ -46,3 +46,9 @@ def platform_of(traced: Any, target: Target) -> str:
     """
     device = compat.device_lowered_for(traced)
     return target.platform if device is None else device.platform
+
+
+def merges_checkpoints(platform: str, compiler_options: Mapping[str, Any] | None) -> bool:
+    """Whether a step compiled with these options has what a `jax.checkpoint` recomputes merged with its first run."""
+    disabled = str((compiler_options or {}).get("xla_disable_hlo_passes", "")).split(",")
+    return compat.expands_barriers(platform) and "cse_barrier_expander" not in disabled
