@@ -6,6 +6,7 @@ by a beam search, and `shorten` exchanges: one value is forgotten, and what that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -55,15 +56,23 @@ def descend(problem: Problem, start: Solution, is_allowed: Callable[[Solution], 
 
 
 def _promising_first(problem: Problem, solution: Solution) -> Iterator[list[Solution]]:
-    """Schedules with one value more forgotten at the peak, a few at a time, those that promise most first."""
+    """Schedules with one value more forgotten at the peak, a few at a time, those that promise most first: of the
+    largest buffers there, down to those that are too small to lower it effectively."""
     gaps = Gaps(problem, solution)
     forgettings: dict[Forgetting, None] = {}
-    for gap in gaps.at(solution.liveness.peak_position, most=_LARGEST):
+    most = 0
+    for gap in itertools.islice(gaps.at(solution.liveness.peak_position), _LARGEST):
+        if gaps.lives.size[gap.buffer] < _EFFECTIVE * most:
+            break
         for extend in (solution.peak - 1, -1):
             forgetting = gaps.forget(gap, extend=extend)
-            if forgetting is not None and (forgetting.peak, forgetting.moments) < _height(solution):
+            if forgetting is None:
+                break
+            if (forgetting.peak, forgetting.moments) < _height(solution):
                 forgettings[forgetting] = None
-    most = max((solution.peak - one.peak for one in forgettings), default=0)
+                most = max(most, solution.peak - forgetting.peak)
+            if not forgetting.extends:
+                break  # without that it is the same
 
     def rate(one: Forgetting) -> tuple[bool, float]:
         price = _part_of_step(problem, one.extra_seconds, one.extra_flops)
