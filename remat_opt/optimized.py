@@ -241,6 +241,9 @@ class OptimizedFunction:
                 decision = self._decide(prepared, args, kwargs)
             else:
                 decision = as_given_after(failure, "reading the step", prepared, self._settings)
+            # What is neither traced, read nor compiled is searched: the stages are all of the time since the call.
+            others = sum(spent for stage, spent in prepared.seconds.items() if stage != "search")
+            prepared.seconds["search"] = time.perf_counter() - started - others
             self._teller.tell(decision)
             if not prepared.captured.closed_over:
                 decisions[key] = decision

@@ -269,8 +269,8 @@ class Search:
 
     @functools.cached_property
     def short_frontier(self) -> tuple[Solution, ...]:
-        """The same without the other solvers, in less than half of the time."""
-        return self.with_descents(self.own_front)
+        """The same from its two ends, without the budgets between them: in a fraction of the time."""
+        return self.with_descents([self.problem.plain, *self.low_end])
 
     @functools.cached_property
     def own_front(self) -> tuple[Solution, ...]:
