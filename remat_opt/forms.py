@@ -20,6 +20,7 @@ from remat_opt.pods import solve
 from remat_opt.prepared import Prepared
 from remat_opt.search import Problem, Solution, search_of
 from remat_opt.search.auto import pareto_front
+from remat_opt.search.remembering import remembered
 from remat_opt.search.watching import part
 
 LEVELS = 7  # of the memory of loops
@@ -85,23 +86,41 @@ class Forms:
         self.answers: dict[tuple[Problem, int | None], Solution] = {}  # of the solver, which is asked once
 
     @functools.cached_property
-    def all(self) -> tuple[Prepared, ...]:
-        """From the least to the most time of their loops; the step as it was given is one of them."""
+    def ways(self) -> tuple[LoopChoices, ...]:
+        """See `ways_to_write`."""
         program, aliases = self.given.captured.program, self.given.bridge.graph.aliases
         large = len(self.given.bridge.graph.ops) > LARGE
         levels, keep = LEVELS_OF_LARGE if large else LEVELS, self.keep_checkpoints
         steps = self.given.step_search()
         ways = ways_to_write(program, self.given.rates, aliases, levels=levels, keep_checkpoints=keep, steps=steps)
         self.loops = ways[0]
-        as_it_is, *written = (self.written(loops, None) for loops in ways)
-        within = self.written(ways[0], 0.0)
-        if within.given is None:  # no body has anything to gain
-            forms = [as_it_is, *written]
-        else:
-            inside = [self.written(ways[0], level) for level in LEVELS_INSIDE[:-1]]
-            forms = [as_it_is, *inside, within, *(self.written(loops, 0.0) for loops in ways[1:])]
+        return ways
+
+    @functools.cached_property
+    def all(self) -> tuple[Prepared, ...]:
+        """From the least to the most time of their loops; the step as it was given is one of them."""
+        inside = LEVELS_INSIDE[:-1] if self.has_gain_inside else ()
+        forms = {*self.to_least, *self.of_ways(self.ways), *(self.written(self.ways[0], level) for level in inside)}
         return tuple(sorted(forms, key=lambda form: form.extra_seconds))
 
+    @functools.cached_property
+    def to_least(self) -> tuple[Prepared, ...]:
+        """Those of `all` in which the least memory may be found: others are for budgets."""
+        ways = [way for way in self.ways if not way.for_budgets]
+        return tuple(
+            sorted({*self.of_ways(ways), self.written(self.ways[0], None)}, key=lambda form: form.extra_seconds)
+        )
+
+    def of_ways(self, ways: Iterable[LoopChoices]) -> Iterable[Prepared]:
+        """Forms with their loops and, where there is something to gain, their bodies written for the least memory."""
+        return [self.written(way, 0.0 if self.has_gain_inside else None) for way in ways]
+
+    @functools.cached_property
+    def has_gain_inside(self) -> bool:
+        """Whether some body needs less when it is written again."""
+        return self.written(self.ways[0], 0.0).given is not None
+
+    @remembered
     def written(self, loops: LoopChoices, inside: float | None) -> Prepared:
         """See `Prepared.written`."""
         return self.given.written(loops, inside, self.keep_checkpoints)
@@ -114,8 +133,8 @@ class Forms:
 
     def least(self) -> Found:
         """The least memory with at most one extra forward pass, or two where loops need that for much less memory."""
-        if len(self.all) == 1:
-            return self.found(self.all[0], None)
+        if len(self.to_least) == 1:
+            return self.found(self.to_least[0], None)
         once, twice = (
             min(self.limited(most), key=lambda found: (found.peak, found.extra_flops))
             for most in (MOST_EXTRA, MOST_EXTRA_TWICE)
@@ -124,10 +143,10 @@ class Forms:
 
     def limited(self, most: float) -> Iterable[Found]:
         """The least memory of each form with at most a share of the step's FLOPs as extra ones."""
-        for number, form in enumerate(self.all):
+        for number, form in enumerate(self.to_least):
             bearable = form.loops.most_extra if form.loops is not None else MOST_EXTRA
             flops = min(most, bearable) * self.given.bridge.graph.flops
-            with part(number, len(self.all)):
+            with part(number, len(self.to_least)):
                 found = self.found(form, None)
                 if form.given is None or found.extra_flops <= flops:
                     yield found

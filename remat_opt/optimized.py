@@ -296,6 +296,10 @@ class OptimizedFunction:
             if key in decisions:
                 return decisions[key]
             decision = self._decide_traced(traced, started, args, kwargs)
+            # What is neither traced, read nor compiled is searched: the stages are all of the time since the call.
+            seconds = decision.prepared.seconds
+            others = sum(spent for stage, spent in seconds.items() if stage != "search")
+            seconds["search"] = time.perf_counter() - started - others
             if not decision.prepared.captured.closed_over:
                 decisions[key] = decision
             rewritten = any(not one.runs_as_given for one in (decision, *self._decisions.values()))

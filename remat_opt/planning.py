@@ -5,7 +5,6 @@ This module knows the stages from capture to plan; `optimized.py` knows how a de
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 from remat_opt.compilers.tpu import ON_CHIP
@@ -173,7 +172,7 @@ def solution_of(plan: Plan, prepared: Prepared) -> Solution:
     choice = edited_choice(plan, prepared) if plan.edited else plan.choice
     if choice.saved != plan.choice.saved:
         return problem.solution(choice)
-    return dataclasses.replace(problem.scheduled(schedule, plan.choice), choice=plan.choice)
+    return problem.scheduled(schedule, plan.choice)
 
 
 def edited_choice(plan: Plan, prepared: Prepared) -> Choice:

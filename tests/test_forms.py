@@ -14,6 +14,7 @@ from jax import lax
 
 import remat_opt
 from remat_opt.forms import Forms
+from remat_opt.loops import choose
 from remat_opt.loops.choose import MOST_EXTRA
 from remat_opt.report.units import format_bytes
 
@@ -152,3 +153,52 @@ def test_explain_says_what_is_done_to_loops():
     step, arguments = models.updates_in_a_scan()
     inside = remat_opt.optimize(step).explain(*arguments)
     assert "In the body of 1 loop values are computed again" in str(inside)
+
+
+def equal_loops(count: int):
+    """A derivative through loops one behind the other, each with the same body."""
+
+    def body(p, x, t):
+        return 0.1 * (x + jnp.sin(p * x) + jnp.cos(p * jnp.sin(p * x))) + 0.0 * t
+
+    def loss(p, x):
+        for number in range(count):
+            x, _ = jax.lax.scan(lambda x, t: (body(p, x, t), None), x, jnp.arange(50.0) + 50 * number)
+        return jnp.sum(x)
+
+    return jax.value_and_grad(loss), jnp.float32(0.8), jnp.ones((30, 10))
+
+
+def test_equal_loops_are_searched_once_and_bring_no_more_forms(monkeypatch):
+    searched = []
+    options_of = choose.pair_options
+    monkeypatch.setattr(choose, "pair_options", lambda *given: searched.append(given) or options_of(*given))
+
+    def forms_of(count: int) -> Forms:
+        step, *arguments = equal_loops(count)
+        return Forms(remat_opt.optimize(step, target="h200", verify=False).prepare(*arguments), "auto")
+
+    one, four = forms_of(1), forms_of(4)
+    assert len(one.ways[0].pairs) == 1 and len(four.ways[0].pairs) == 4
+    assert len(searched) == 2
+    assert len(four.to_least) <= len(one.to_least)
+    for way in four.ways:
+        if not way.for_budgets:
+            assert len({choice for _, choice in way.chosen}) <= 1
+    partial = [way for way in four.ways if 0 < len(way.chosen) < 4 or len({choice for _, choice in way.chosen}) > 1]
+    assert partial  # for budgets only as many of them are written again as it needs
+
+
+def test_loops_of_other_sizes_are_not_equal(monkeypatch):
+    searched = []
+    options_of = choose.pair_options
+    monkeypatch.setattr(choose, "pair_options", lambda *given: searched.append(given) or options_of(*given))
+
+    def loss(p, x):
+        for length in (50, 50, 60):
+            x, _ = jax.lax.scan(lambda x, t: (jnp.sin(p * x) * t, None), x, jnp.ones(length))
+        return jnp.sum(x)
+
+    step = remat_opt.optimize(jax.value_and_grad(loss), target="h200", verify=False)
+    assert len(Forms(step.prepare(jnp.float32(0.8), jnp.ones((30, 10))), "auto").ways[0].pairs) == 3
+    assert len(searched) == 2

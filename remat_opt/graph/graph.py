@@ -222,6 +222,16 @@ class Graph:
         return np.array([op.workspace for op in self.ops], dtype=np.int64)
 
     @functools.cached_property
+    def op_flops(self) -> np.ndarray:
+        """`Op.flops` of each op."""
+        return np.array([op.flops for op in self.ops], dtype=float)
+
+    @functools.cached_property
+    def op_seconds(self) -> np.ndarray:
+        """`Op.seconds` of each op."""
+        return np.array([op.seconds for op in self.ops], dtype=float)
+
+    @functools.cached_property
     def always_there(self) -> np.ndarray:
         """Values that need no saving: arguments, results, and what may not be made twice."""
         once = [value for op in self.ops if not op.repeatable for value in op.outputs]

@@ -49,23 +49,39 @@ class Lives:
 
     Attributes:
         value, size, birth, death: as of `Buffer`.
-        reads: the positions of all reads, those of buffer i from `reads_start[i]` to `reads_start[i + 1]`.
+        reader: the buffer of each read, as reads come, those of one buffer in the order of time.
+        read_at: the positions of the same reads.
     """
 
     value: np.ndarray
     size: np.ndarray
     birth: np.ndarray
     death: np.ndarray
-    reads: np.ndarray
-    reads_start: np.ndarray
+    reader: np.ndarray
+    read_at: np.ndarray
 
     def __len__(self) -> int:
         return len(self.value)
 
+    @functools.cached_property
+    def read_counts(self) -> np.ndarray:
+        """How often each buffer is read."""
+        return np.bincount(self.reader, minlength=len(self))
+
+    @functools.cached_property
+    def reads(self) -> np.ndarray:
+        """The positions of all reads, those of buffer i from `reads_start[i]` to `reads_start[i + 1]`."""
+        return self.read_at[stable_order(self.reader, len(self))]
+
+    @functools.cached_property
+    def reads_start(self) -> np.ndarray:
+        """Where in `reads` those of each buffer begin."""
+        return np.concatenate([[0], np.cumsum(self.read_counts)])
+
     @property
     def has_unread_repeats(self) -> bool:
         """Whether some value is made again, and not read before it is made once more."""
-        unread = np.flatnonzero(self.reads_start[1:] == self.reads_start[:-1])
+        unread = np.flatnonzero(self.read_counts == 0)
         first = np.empty(self.value.max(initial=-1) + 1, dtype=np.int64)
         first[self.value[::-1]] = np.arange(len(self) - 1, -1, -1)  # the first buffer of each value
         return bool((first[self.value[unread]] != unread).any())
@@ -194,26 +210,21 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
     at[len(value) - len(returned) :] = end
     order = stable_order(value, len(graph.sizes))
     made, by_value = is_make[order], value[order]
-    starts = np.flatnonzero(made)
-    instance = np.cumsum(made) - 1
-    maker = order[starts]  # the event that made each instance
-    early = (instance < 0) | (value[maker[instance]] != by_value) if len(starts) else ~made
-    if early.any():
-        event = order[early].min()
+    first = np.flatnonzero(np.diff(by_value, prepend=-1))  # events of each value
+    if not made[first].all():
+        event = order[first[~made[first]]].min()
         raise ValueError(
             f"expected values to be made before they are read: value {value[event]} is read at position {at[event]}, "
             "too early"
         )
+    starts = np.flatnonzero(made)
     # Buffers are numbered in the order in which they are made.
-    number = (np.cumsum(is_make) - 1)[maker]
+    number = (np.cumsum(is_make) - 1)[order[starts]]
     last = np.append(starts[1:], len(order))[: len(starts)] - 1  # the last event of each instance
     birth = at[is_make]
     death = np.empty_like(birth)
     death[number] = at[order[last]]
-    read = np.flatnonzero(~made)
-    reader = number[instance[read]]
-    by_buffer = stable_order(reader, len(birth))
-    counts = np.bincount(reader, minlength=len(birth))
+    reader = np.repeat(number, last - starts)  # events of an instance stand behind the one that makes it
     values = value[is_make]
     size = graph.size_array[values]
     size[: len(given)] = 0
@@ -222,8 +233,8 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
         size=size,
         birth=birth,
         death=death,
-        reads=at[order[read]][by_buffer],
-        reads_start=np.concatenate([[0], np.cumsum(counts)]),
+        reader=reader,
+        read_at=at[order[~made]],
     )
 
 
@@ -234,8 +245,7 @@ def _share_places(graph: Graph, lives: Lives) -> None:
     results = last[graph.results]
     results = results[results >= len(graph.inputs)]
     place = graph.places[lives.value[results]]
-    is_read = lives.reads_start[place + 1] > lives.reads_start[place]
-    until = np.where((place >= 0) & is_read, lives.death[place], -1)
+    until = np.where((place >= 0) & (lives.read_counts[place] > 0), lives.death[place], -1)
     waits = until > lives.birth[results]
     lives.size[results[~waits]] = 0
     lives.death[results[waits]] = until[waits]

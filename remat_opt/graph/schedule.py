@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
+
 from remat_opt.graph.graph import Graph
 
 
@@ -35,15 +37,19 @@ class Schedule:
     @property
     def recomputed(self) -> tuple[int, ...]:
         """The ops that run again, in order, once for each repeat."""
-        return tuple(op for run in self.runs if run.recomputed for op in run.ops)
+        return tuple(itertools.chain.from_iterable(run.ops for run in self.runs if run.recomputed))
 
     def extra_flops(self, graph: Graph) -> float:
         """FLOPs of all repeats."""
-        return sum(graph.ops[op].flops for op in self.recomputed)
+        return float(graph.op_flops[self._recomputed].sum())
 
     def extra_seconds(self, graph: Graph) -> float:
         """Estimated seconds of all repeats."""
-        return sum(graph.ops[op].seconds for op in self.recomputed)
+        return float(graph.op_seconds[self._recomputed].sum())
+
+    @property
+    def _recomputed(self) -> np.ndarray:
+        return np.fromiter(self.recomputed, dtype=np.int64)
 
 
 def save_everything(graph: Graph) -> Schedule:

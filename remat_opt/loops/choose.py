@@ -6,21 +6,24 @@ is paid in recurrent networks where it takes a good part of the bytes away, `WOR
 sequences, and a step's time is that of its weights, which every step reads again. In a loop over layers it would be the
 network's whole forward pass; a budget may ask for it.
 
-Under a budget: the options with the least extra time that fit, found by exchanging one pair's option at a time for a
-smaller one, that with the fewest seconds for each byte first.
+Under a budget: the options with the least extra time that fit, found by exchanging one option at a time for a smaller
+one, that with the fewest seconds for each byte first. Equal pairs have their options in common, which are searched
+once, and exchange them together; of the last exchange only as many of them as the budget needs.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from remat_opt.graph.cost import Rates
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.costs import Option
+from remat_opt.loops.equal import pair_key
 from remat_opt.loops.options import PairOptions, pair_options
 from remat_opt.loops.pairs import Pair, Pairs, find_pairs
 from remat_opt.loops.steps import StepSearch
+from remat_opt.loops.update import find_update
 from remat_opt.program.flops import flops_of
 from remat_opt.program.inline import Program
 
@@ -58,6 +61,7 @@ class LoopChoices:
         left: for each loop that has to stay as it is, the reason.
         inside: None where bodies of loops are as they were, else the share of memory that they were written again for.
         bodies: how many bodies of loops were written again, with their own pairs and segments.
+        for_budgets: whether it lies between the least memory and the loops as they are.
     """
 
     pairs: tuple[Pair, ...]
@@ -66,6 +70,7 @@ class LoopChoices:
     left: tuple[str, ...]
     inside: float | None = None
     bodies: int = 0
+    for_budgets: bool = False
 
     def summary(self, *, written: bool) -> str:
         """A sentence on what was done to the loops, empty where there are none."""
@@ -158,8 +163,8 @@ def ways_to_write(
     least, plain = max(needed(within_budget(options, 0)), 1), max(needed(as_given), 1)
     ways += (within_budget(options, int(least * (plain / least) ** (level / levels))) for level in range(levels))
     different: dict[tuple, LoopChoices] = {}
-    for picked in ways:
-        choices = _choices_of(found, options, picked)
+    for number, picked in enumerate(ways):
+        choices = dataclasses.replace(_choices_of(found, options, picked), for_budgets=number > 2)
         different.setdefault(choices.chosen, choices)
     return tuple(different.values())
 
@@ -173,9 +178,27 @@ def _options_of(
 ) -> tuple[Pairs, tuple[PairOptions, ...], float]:
     """The pairs with their options, and the program's FLOPs as a multiple of the pairs'."""
     found = find_pairs(program, keep_checkpoints=keep_checkpoints)
-    options = tuple(pair_options(program, pair, rates, aliases, found.pairs, steps) for pair in found.pairs)
+    of_equal: dict[Hashable, PairOptions] = {}
+    options = tuple(_pair_options(program, pair, rates, aliases, found.pairs, steps, of_equal) for pair in found.pairs)
     flops = sum(flops_of(equation, program) for equation in program.equations)
     return found, options, flops / (sum(one.flops for one in options) or 1.0)
+
+
+def _pair_options(
+    program: Program,
+    pair: Pair,
+    rates: Rates,
+    aliases: Sequence[tuple[int, int]],
+    pairs: Sequence[Pair],
+    steps: StepSearch | None,
+    of_equal: dict[Hashable, PairOptions],
+) -> PairOptions:
+    """A pair's options, those of an equal one where there is one in `of_equal`; else they are added to it."""
+    update = find_update(program, pair, aliases, pairs)
+    key = pair_key(program, pair, update)
+    if key not in of_equal:
+        of_equal[key] = pair_options(program, pair, rates, update, steps)
+    return dataclasses.replace(of_equal[key], pair=pair)
 
 
 def _choices_of(found: Pairs, options: tuple[PairOptions, ...], picked: Sequence[Option]) -> LoopChoices:
@@ -211,21 +234,33 @@ def _fewest_bytes(pair: PairOptions, most: float) -> Option:
 def within_budget(pairs: Sequence[PairOptions], budget: int) -> list[Option]:
     """One option for each pair that together need at most `budget` bytes, or the least that was found."""
     picked = [pair.options[0] for pair in pairs]
+    equal: dict[int, list[int]] = {}
+    for at, pair in enumerate(pairs):
+        equal.setdefault(id(pair.options), []).append(at)
     while needed(picked) > budget:
         steps = []
-        for at, pair in enumerate(pairs):
+        for together in equal.values():
+            pair, before = pairs[together[0]], picked[together[0]]
             for option in pair.options:
-                gain = picked[at].bytes - option.bytes
+                gain = before.bytes - option.bytes
                 if gain > 0 and option.extra_flops <= MOST_EXTRA_TWICE * pair.flops:
-                    enough = needed([*picked[:at], option, *picked[at + 1 :]]) <= budget
-                    more = max(option.extra_seconds - picked[at].extra_seconds, 0.0)
+                    enough = needed(_exchanged(picked, together, option)) <= budget
+                    more = max(option.extra_seconds - before.extra_seconds, 0.0)
                     # What is enough by itself is judged by its time alone, what is not by time for each byte.
-                    steps.append((not enough, more if enough else more / gain, -gain, at, option))
+                    steps.append((not enough, more if enough else more / gain, -gain, together, option))
         if not steps:
             break
-        _, _, _, at, option = min(steps, key=lambda step: step[:4])
-        picked[at] = option
+        _, _, _, together, option = min(steps, key=lambda step: step[:4])
+        every = (_exchanged(picked, together[:count], option) for count in range(1, len(together) + 1))
+        picked = next((one for one in every if needed(one) <= budget), _exchanged(picked, together, option))
     return picked
+
+
+def _exchanged(picked: Sequence[Option], which: Sequence[int], option: Option) -> list[Option]:
+    exchanged = list(picked)
+    for at in which:
+        exchanged[at] = option
+    return exchanged
 
 
 def needed(picked: Sequence[Option]) -> int:

@@ -14,7 +14,7 @@ from remat_opt.loops.division import Division, divide, unit_of
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import recomputation
 from remat_opt.loops.steps import StepSearch
-from remat_opt.loops.update import find_update
+from remat_opt.loops.update import Update
 from remat_opt.program.inline import Program
 
 MOST_SAVED_SETS = 8
@@ -55,8 +55,7 @@ def pair_options(
     program: Program,
     pair: Pair,
     rates: Rates,
-    aliases: Sequence[tuple[int, int]] = (),
-    pairs: Sequence[Pair] = (),
+    update: Update | None = None,
     steps: StepSearch | None = None,
 ) -> PairOptions:
     """List what can be done to a pair.
@@ -65,11 +64,10 @@ def pair_options(
         program: the flat step.
         pair: two of its scans.
         rates: the target.
-        aliases: (input, output) pairs of the program that share one buffer.
-        pairs: all pairs of the program.
+        update: the optimizer's update, where the reverse loop could do it.
         steps: searches schedules of a step of the reverse loop.
     """
-    costs = PairCosts(pair, program, rates, find_update(program, pair, aliases, pairs), steps)
+    costs = PairCosts(pair, program, rates, update, steps)
     given = costs.as_given
     return PairOptions(pair, tuple(_Options(costs).all()), given.flops, given.seconds, costs.is_recurrent)
 

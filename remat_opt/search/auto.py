@@ -52,7 +52,7 @@ _VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `
 _MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
 _SHARE_OF_STRUCTURES = 0.4  # of the time of a whole frontier, about
-_HALVINGS = 3  # of the last level
+_HALVINGS = 5  # of the budgets between what takes longer than one forward pass and what does not
 _VERY_FEW_OPS = 64  # up to which values are forgotten one by one
 _FEW_OPS = 400  # up to which every model is tried at every turning point, and the other solvers are asked
 _SOME_OPS = 1200  # up to which `rotor` is asked for its least memory, and `lower_sets` for budgets
@@ -106,8 +106,17 @@ class Search:
 
     @functools.cached_property
     def low_end(self) -> list[Solution]:
-        """From the least peak at any cost to one with at most one extra forward pass, and from there value by value."""
-        return [*self.low_levels, *self.descent(self.least_of_levels, self.is_cheap_pass)]
+        """From the least peak at any cost to one with at most one extra forward pass, and from there value by value.
+
+        What has more FLOPs left to spend may get lower than what is lowest before.
+        """
+        starts = [one for one in pareto_front(filter(self.is_one_pass, self.low_levels)) if self.is_near(one)]
+        ends = dict.fromkeys((starts[0], starts[-1]))
+        return [*self.low_levels, *(one for start in ends for one in self.descent(start, self.is_cheap_pass))]
+
+    def is_near(self, solution: Solution) -> bool:
+        """Whether its peak is not far above that of `least_of_levels`."""
+        return solution.peak <= self.least_of_levels.peak * _NEAR
 
     @functools.cached_property
     def least_of_levels(self) -> Solution:
@@ -126,19 +135,17 @@ class Search:
 
     @functools.cached_property
     def low_levels(self) -> list[Solution]:
-        """From the least peak at any cost to one with at most one extra forward pass: levels, the last one halved."""
-        found = list(self.least_filled)
-        level = 0
-        while level < LEVELS - 1 and not self.is_one_pass(self.at_level(level)):
-            level += 1
-        found += map(self.at_level, range(level + 1))
-        if level:
-            below, high = self.at_level(level - 1), self.budget_of(level)
-            low = self.budget_of(level - 1)
-            for _ in range(_HALVINGS):
-                middle = (low + high) // 2
-                found.append(self.at(middle, below))
-                low, high = (low, middle) if self.is_one_pass(found[-1]) else (middle, high)
+        """From the least peak of the structures to one with at most one extra forward pass: budgets halve what lies
+        between what takes longer and what does not."""
+        found = [self.problem.plain, *self.least_filled]
+        below = min(found, key=memory_first)
+        for _ in range(_HALVINGS):
+            low, high = below.peak, min(filter(self.is_one_pass, found), key=memory_first).peak
+            if high - low <= (1 - _NEXT) * low:
+                break
+            found.append(self.at((low + high) // 2, below))
+            if not self.is_one_pass(found[-1]):
+                below = min(found[-1], below, key=time_first)
         return found
 
     @functools.cached_property
@@ -262,8 +269,8 @@ class Search:
 
     @functools.cached_property
     def short_frontier(self) -> tuple[Solution, ...]:
-        """The same without the other solvers, in less than half of the time."""
-        return self.with_descents(self.own_front)
+        """The same from its two ends, without the budgets between them: in a fraction of the time."""
+        return self.with_descents([self.problem.plain, *self.low_end])
 
     @functools.cached_property
     def own_front(self) -> tuple[Solution, ...]:

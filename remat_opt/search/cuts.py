@@ -266,7 +266,7 @@ class SegmentCosts:
 
 def _first_reads(lives, turn: int) -> np.ndarray:
     """For each buffer its first read at or after a position; its death where there is none."""
-    owner = np.repeat(np.arange(len(lives)), np.diff(lives.reads_start))
+    owner = np.repeat(np.arange(len(lives)), lives.read_counts)
     late = np.flatnonzero(lives.reads >= turn)
     first = lives.death.copy()
     owners, index = np.unique(owner[late], return_index=True)

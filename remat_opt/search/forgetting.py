@@ -6,7 +6,7 @@ A gap of a buffer is the time between two of its events in which nobody needs it
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -33,6 +33,7 @@ class Forgetting(NamedTuple):
         moments: how often that peak is reached.
         extra_seconds: of the repeats.
         extra_flops: of the repeats.
+        extends: whether something is kept longer for it.
     """
 
     reader: int
@@ -41,6 +42,7 @@ class Forgetting(NamedTuple):
     moments: int
     extra_seconds: float
     extra_flops: float
+    extends: bool
 
 
 class Gaps:
@@ -55,24 +57,16 @@ class Gaps:
         self.problem = problem
         self.solution = solution
         self.lives = solution.liveness.lives
-        # Looked up one by one, which takes a list a third of an array's time.
-        self._size, self._birth = self.lives.size.tolist(), self.lives.birth.tolist()
-        self._death = self.lives.death.tolist()
-        self._previous = solution.occurrences.previous.tolist()
 
-    def at(self, moment: int, most: int | None = None) -> list[Gap]:
-        """Those that cover a moment; with `most` those of so many of the largest buffers."""
+    def at(self, moment: int) -> Iterator[Gap]:
+        """Those that cover a moment, those of the largest buffers first."""
         lives = self.lives
-        idle = np.flatnonzero((lives.birth < moment) & (lives.death > moment) & (lives.size > 0)).tolist()
-        gaps: list[Gap] = []
-        for buffer in idle if most is None else sorted(idle, key=lambda one: -int(lives.size[one])):
+        idle = np.flatnonzero((lives.birth < moment) & (lives.death > moment) & (lives.size > 0))
+        for buffer in idle[np.argsort(-lives.size[idle], kind="stable")].tolist():
             reads = lives.reads[lives.reads_start[buffer] : lives.reads_start[buffer + 1]]
             read = int(np.searchsorted(reads, moment))
             if read < len(reads) and reads[read] > moment:
-                gaps.append(Gap(buffer, read))
-                if len(gaps) == most:
-                    break
-        return gaps
+                yield Gap(buffer, read)
 
     def forget(self, gap: Gap, *, extend: int) -> Forgetting | None:
         """Forget a buffer over a gap and make its value again behind it.
@@ -81,6 +75,7 @@ class Gaps:
         at any moment, kept until there. None where the value cannot be made again there.
         """
         graph, lives, every = self.problem.graph, self.lives, self.solution.occurrences
+        always_there = self.always_there
         at = int(lives.reads[lives.reads_start[gap.buffer] + gap.read])
         reader = int(np.searchsorted(every.position, at))
         if reader >= len(every.op) or every.position[reader] != at:
@@ -88,6 +83,7 @@ class Gaps:
         before = int(lives.reads[lives.reads_start[gap.buffer] + gap.read - 1] if gap.read else lives.birth[gap.buffer])
         live = self.solution.liveness.live.copy()
         live[before + 1 : at] -= lives.size[gap.buffer]
+        extends = False
         ops: set[int] = set()
         stack = [int(lives.value[gap.buffer])]
         while stack:
@@ -98,36 +94,41 @@ class Gaps:
                 return None
             ops.add(op)
             for value in graph.ops[op].inputs:
-                if value in self.always_there:
+                if value in always_there:
                     continue
                 held = self.newest(value, at)
-                until = before if held == gap.buffer else self._death[held]
+                until = before if held == gap.buffer else int(lives.death[held])
                 if until >= at:
                     continue
-                size = self._size[held]
-                if size <= extend and int(live[until + 1 : at + 1].max(initial=0)) + size <= extend:
+                size = int(lives.size[held])
+                if size <= extend and int(live[until + 1 : at + 1].max()) + size <= extend:
                     live[until + 1 : at + 1] += size
+                    extends = True
                 else:
                     stack.append(value)
         peak = int(live.max())
         seconds, flops = sum(graph.ops[op].seconds for op in ops), sum(graph.ops[op].flops for op in ops)
         again = tuple(sorted(ops, key=self.problem.place.__getitem__))
-        return Forgetting(reader, again, peak, int(np.count_nonzero(live == peak)), seconds, flops)
+        return Forgetting(reader, again, peak, int(np.count_nonzero(live == peak)), seconds, flops, extends)
 
-    @functools.cached_property
+    @property
     def always_there(self) -> frozenset[int]:
         """Arguments and results."""
-        return frozenset((*self.problem.graph.inputs, *self.problem.graph.outputs))
+        graph = self.problem.graph
+        return self.problem.kept("always there", lambda: frozenset((*graph.inputs, *graph.outputs)))
 
     @functools.cached_property
-    def _last(self) -> dict[int, int]:
-        return {value: buffer for buffer, value in enumerate(self.lives.value.tolist())}
+    def _last(self) -> np.ndarray:
+        """The last buffer of each value."""
+        last = np.full(len(self.problem.graph.sizes), -1, dtype=np.int64)
+        last[self.lives.value] = np.arange(len(self.lives))
+        return last
 
     def newest(self, value: int, at: int) -> int:
         """The buffer that holds a value at a moment, or held it last."""
-        buffer = self._last[value]
-        while self._birth[buffer] >= at:
-            buffer = self._previous[buffer]
+        buffer = int(self._last[value])
+        while self.lives.birth[buffer] >= at:
+            buffer = int(self.solution.occurrences.previous[buffer])
         return buffer
 
     def scheduled(self, reader: int, again: tuple[int, ...]) -> Solution:
@@ -139,12 +140,12 @@ class Gaps:
         parts = (Run(run.ops[:first], run.recomputed), Run(again, True), Run(run.ops[first:], run.recomputed))
         runs = (*schedule.runs[:which], *parts, *schedule.runs[which + 1 :])
         joined = _joined(runs)
-        found = self.problem.scheduled(join_runs(joined), self.solution.choice)
+        found = self.problem.scheduled(join_runs(joined), self.solution.origin)
         if (
             not found.liveness.lives.has_unread_repeats
         ):  # as nearly always; to simulate takes less than to look for them
             return found
-        return self.problem.scheduled(needed(self.problem.graph, joined), self.solution.choice)
+        return self.problem.scheduled(needed(self.problem.graph, joined), self.solution.origin)
 
 
 def _joined(runs: Iterable[Run]) -> list[Run]:

@@ -28,8 +28,10 @@ from __future__ import annotations
 
 import dataclasses
 import fractions
+import itertools
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -227,11 +229,14 @@ class Blocks:
         remaining = np.zeros(self.nested.shape)
         peak = np.zeros(self.nested.shape)
         order = sorted(range(len(task)), key=lambda vertex: (-task.last_read[vertex], vertex))
-        for vertex in order:
-            rows, columns = np.flatnonzero(outside[:, vertex]), np.flatnonzero(members[:, vertex])
-            block = np.ix_(rows, columns)
-            remaining[block] += task.residual[vertex]
-            peak[block] = np.maximum(peak[block], remaining[block] + task.cotangents[vertex])
+        # Neighbours that stand in the same sets run backward together in every block.
+        for _, together in itertools.groupby(order, key=lambda vertex: members[:, vertex].tobytes()):
+            vertices = list(together)
+            block = _block(np.flatnonzero(outside[:, vertices[0]]), np.flatnonzero(members[:, vertices[0]]))
+            grown = np.cumsum([task.residual[vertex] for vertex in vertices])
+            above = int((grown + [task.cotangents[vertex] for vertex in vertices]).max())
+            peak[block] = np.maximum(peak[block], remaining[block] + above)
+            remaining[block] += grown[-1]
         return np.where(self.nested, peak, np.inf)
 
     def least_peak(self) -> float:
@@ -262,6 +267,12 @@ class Blocks:
             before = table.came_from(index, level)
             level, index = level - int(self.steps[before, index]), before
         return tuple(reversed(strategy))
+
+
+def _block(rows: np.ndarray, columns: np.ndarray) -> tuple[Any, ...]:
+    """The index of some rows and columns: of a chain's they stand side by side, and are a view instead of a copy."""
+    stretches = [slice(one[0], one[-1] + 1) if one[-1] - one[0] < len(one) else one for one in (rows, columns)]
+    return tuple(stretches) if any(isinstance(one, slice) for one in stretches) else np.ix_(rows, columns)
 
 
 class _KeptBytes:

@@ -71,7 +71,7 @@ def fill(problem: Problem, solution: Solution, budget: int) -> Solution:
         taken_out = _affordable(problem.graph, solution, budget)
         if not taken_out:
             break
-        solution = problem.scheduled(without(problem.graph, solution.schedule, taken_out), solution.choice)
+        solution = problem.scheduled(without(problem.graph, solution.schedule, taken_out), solution.origin)
     return solution
 
 
@@ -80,16 +80,51 @@ def _affordable(graph: Graph, solution: Solution, budget: int) -> set[int]:
     if solution.peak > budget:
         return set()
     kept = _Kept(graph, solution)
-    repeats = np.flatnonzero(solution.occurrences.recomputed).tolist()
-    rate = {at: graph.ops[solution.occurrences.op[at]].seconds / max(kept.cost_of(at)[2], 1) for at in repeats}
     taken_out: set[int] = set()
-    for at in sorted(repeats, key=lambda one: (-rate[one], one)):
+    for at in _promising(graph, solution, budget):
         begin, end, size = kept.cost_of(at)
         if begin >= end or int(kept.live[begin:end].max()) + size <= budget:
             kept.live[begin:end] += size
             kept.take_out(at)
             taken_out.add(at)
     return taken_out
+
+
+def _promising(graph: Graph, solution: Solution, budget: int) -> list[int]:
+    """Repeats by the time that they give for each byte kept, without those for which there is no room from the start:
+    what is taken out leaves no more. Of a value that is made more than twice that is not known so early."""
+    lives, every = solution.liveness.lives, solution.occurrences
+    at = np.flatnonzero(every.recomputed)
+    counts = graph.makes.counts[every.op[at]]
+    owner = np.repeat(np.arange(len(at)), counts)
+    buffer = np.repeat(every.buffer_start[at] - np.cumsum(counts) + counts, counts) + np.arange(len(owner))
+    read = lives.read_counts[buffer] > 0
+    size = np.bincount(owner, np.where(read, graph.size_array[lives.value[buffer]], 0), len(at)).astype(np.int64)
+    end = every.position[at]
+    begin = end.copy()
+    np.minimum.at(begin, owner[read], lives.death[every.previous[buffer[read]]] + 1)
+    often = np.bincount(owner, np.bincount(lives.value)[lives.value[buffer]] > 2, len(at)) > 0
+    fits = (begin >= end) | (most_between(solution.liveness.live, begin, np.maximum(end, begin + 1)) + size <= budget)
+    rate = graph.op_seconds[every.op[at]] / np.maximum(size, 1)
+    possible = np.flatnonzero(often | fits)
+    return at[possible[np.argsort(-rate[possible], kind="stable")]].tolist()
+
+
+def most_between(values: np.ndarray, begin: np.ndarray, end: np.ndarray) -> np.ndarray:
+    """The largest value of each stretch from `begin` up to, and without, `end`; none is empty.
+
+    By a sparse table (Bender & Farach-Colton 2000): each stretch is two of a power of two, which may overlap.
+    """
+    tables = [values]
+    while 2 ** len(tables) <= len(values):
+        half = 2 ** (len(tables) - 1)
+        tables.append(np.maximum(tables[-1][:-half], tables[-1][half:]))
+    power = np.frexp(end - begin)[1] - 1
+    found = np.empty(len(begin), dtype=values.dtype)
+    for level, table in enumerate(tables):
+        which = np.flatnonzero(power == level)
+        found[which] = np.maximum(table[begin[which]], table[end[which] - 2**level])
+    return found
 
 
 class _Kept:
@@ -102,7 +137,7 @@ class _Kept:
         self.size = graph.size_array[lives.value].tolist()
         self.live = solution.liveness.live.copy()
         self.death = lives.death.tolist()
-        self.is_read = (np.diff(lives.reads_start) > 0).tolist()
+        self.is_read = (lives.read_counts > 0).tolist()
         self.previous = self.every.previous.tolist()
         self.gone = [False] * len(lives)
 

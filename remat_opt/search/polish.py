@@ -6,6 +6,7 @@ by a beam search, and `shorten` exchanges: one value is forgotten, and what that
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from remat_opt.search.problem import Problem, Solution, time_first
 
 _BEAM = 4
 _MOST_STEPS = 24
+_PATIENCE = 3  # steps of the beam that lower nothing
 _MOST_EXCHANGES = 6
 _LARGEST = 24  # values at one peak of a descent that may be forgotten
 _TRIED_TOGETHER = 4  # of these, simulated
@@ -55,15 +57,23 @@ def descend(problem: Problem, start: Solution, is_allowed: Callable[[Solution], 
 
 
 def _promising_first(problem: Problem, solution: Solution) -> Iterator[list[Solution]]:
-    """Schedules with one value more forgotten at the peak, a few at a time, those that promise most first."""
+    """Schedules with one value more forgotten at the peak, a few at a time, those that promise most first: of the
+    largest buffers there, down to those that are too small to lower it effectively."""
     gaps = Gaps(problem, solution)
     forgettings: dict[Forgetting, None] = {}
-    for gap in gaps.at(solution.liveness.peak_position, most=_LARGEST):
+    most = 0
+    for gap in itertools.islice(gaps.at(solution.liveness.peak_position), _LARGEST):
+        if gaps.lives.size[gap.buffer] < _EFFECTIVE * most:
+            break
         for extend in (solution.peak - 1, -1):
             forgetting = gaps.forget(gap, extend=extend)
-            if forgetting is not None and (forgetting.peak, forgetting.moments) < _height(solution):
+            if forgetting is None:
+                break
+            if (forgetting.peak, forgetting.moments) < _height(solution):
                 forgettings[forgetting] = None
-    most = max((solution.peak - one.peak for one in forgettings), default=0)
+                most = max(most, solution.peak - forgetting.peak)
+            if not forgetting.extends:
+                break  # without that it is the same
 
     def rate(one: Forgetting) -> tuple[bool, float]:
         price = _part_of_step(problem, one.extra_seconds, one.extra_flops)
@@ -99,6 +109,7 @@ def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
     """A schedule within a budget, from one that is not, by forgetting values; None where none was found."""
     beam = [start]
     seen = {_key(start)}
+    least, failed = _above(start, budget), 0
     for _ in range(_MOST_STEPS):
         found: list[Solution] = []
         for solution in beam:
@@ -112,6 +123,10 @@ def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
         if not found:
             return None
         beam = _promising(found, start, budget)
+        lowest = min(_above(solution, budget) for solution in beam)
+        least, failed = (lowest, 0) if lowest < least else (least, failed + 1)
+        if failed == _PATIENCE:
+            return None
     return None
 
 
@@ -143,19 +158,20 @@ def forgetting(problem: Problem, solution: Solution, budget: int) -> Iterator[So
 
 def _promising(found: list[Solution], start: Solution, budget: int) -> list[Solution]:
     """Half of the beam for the least that is still above the budget, half for what costs least for what it lowers."""
-
-    def above(solution: Solution) -> float:
-        return float(np.maximum(solution.liveness.live - budget, 0).sum())
-
-    at_start = above(start)
+    at_start = _above(start, budget)
 
     def rate(solution: Solution) -> float:
-        lowered = at_start - above(solution)
+        lowered = at_start - _above(solution, budget)
         return (solution.extra_seconds - start.extra_seconds) / lowered if lowered > 0 else np.inf
 
-    by_height = sorted(found, key=lambda one: (above(one), one.extra_seconds))[: _BEAM // 2]
-    by_rate = sorted(found, key=lambda one: (rate(one), above(one)))[:_BEAM]
+    by_height = sorted(found, key=lambda one: (_above(one, budget), one.extra_seconds))[: _BEAM // 2]
+    by_rate = sorted(found, key=lambda one: (rate(one), _above(one, budget)))[:_BEAM]
     return list(dict.fromkeys((*by_height, *by_rate)))[:_BEAM]
+
+
+def _above(solution: Solution, budget: int) -> float:
+    """Bytes above a budget, over all moments."""
+    return float(np.maximum(solution.liveness.live - budget, 0).sum())
 
 
 def _key(solution: Solution) -> tuple[int, ...]:

@@ -58,14 +58,11 @@ class Problem:
 
         Args:
             schedule: any schedule of the graph with first runs in `order`.
-            choice: what it came from. The solution's has the same turning points and cuts (without any: where the first
-                repeat stands) and as saved what the schedule really holds over a turning point.
+            choice: what it came from.
         """
-        liveness = simulate(self.graph, schedule)
-        turns = choice.turning_points or _first_repeat(schedule)
-        held = _held_over(self.graph, schedule, liveness, turns)
-        choice = Choice(held, turns, choice.cuts)
-        return Solution(self.graph, choice, schedule, liveness, schedule.extra_seconds(self.graph))
+        return Solution(
+            self.graph, choice, schedule, simulate(self.graph, schedule), schedule.extra_seconds(self.graph)
+        )
 
 
 def _first_repeat(schedule: Schedule) -> tuple[int, ...]:
@@ -148,10 +145,18 @@ class Occurrences:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Solution:
-    """A schedule with what the liveness model says of it (bytes) and its estimated extra time (seconds)."""
+    """A schedule with what the liveness model says of it (bytes) and its estimated extra time (seconds).
+
+    Attributes:
+        graph: the step.
+        origin: the choice that it came from.
+        schedule: all ops in order.
+        liveness: its buffers.
+        extra_seconds: of its repeats.
+    """
 
     graph: Graph
-    choice: Choice
+    origin: Choice
     schedule: Schedule
     liveness: Liveness
     extra_seconds: float
@@ -160,6 +165,13 @@ class Solution:
     def peak(self) -> int:
         """Peak of temporary memory in bytes."""
         return self.liveness.peak
+
+    @functools.cached_property
+    def choice(self) -> Choice:
+        """That of `origin` with its turning points (without any: where the first repeat stands) and cuts, and as saved
+        what the schedule really holds over a turning point."""
+        turns = self.origin.turning_points or _first_repeat(self.schedule)
+        return Choice(_held_over(self.graph, self.schedule, self.liveness, turns), turns, self.origin.cuts)
 
     @functools.cached_property
     def occurrences(self) -> Occurrences:

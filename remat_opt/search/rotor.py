@@ -318,6 +318,6 @@ def _swept(stages: Stages) -> np.ndarray:
     made = np.flatnonzero((lives.size > 0) & (lives.birth < turn))
     read = np.append(lives.reads, 0)  # reduceat wants an index even for the empty list at the end
     last = np.maximum.reduceat(np.where(read < turn, read, -1), lives.reads_start[:-1])
-    last = np.where(np.diff(lives.reads_start) > 0, last, -1)
+    last = np.where(lives.read_counts > 0, last, -1)
     birth = lives.birth[made]
     return stages.costs.peaks_of(birth, np.maximum(last[made], birth), lives.size[made])[:, : len(stages)]

@@ -1,0 +1,44 @@
+"""Which pairs of loops are equal, so that what one of them can be holds for the other, too."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+
+from remat_opt.loops.body import Atom
+from remat_opt.loops.constants import constant_equations
+from remat_opt.loops.pairs import Pair
+from remat_opt.loops.update import Update
+from remat_opt.program.fingerprint import fingerprint
+from remat_opt.program.inline import Constant, Program
+
+
+def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:
+    """The same for two pairs of a program whose bytes, FLOPs and seconds are the same however they are written.
+
+    Args:
+        program: the flat step.
+        pair: the loops.
+        update: what could move into the reverse loop.
+    """
+    known = constant_equations(program)
+
+    def operand(atom: Atom) -> Hashable:
+        """What the loop makes afresh or has written in it is part of its body, all else has the size that it has."""
+        if isinstance(atom, Constant):
+            return "literal", str(atom.aval)
+        return atom if atom in known else str(program.avals[atom])
+
+    loops = []
+    for loop in (pair.forward, pair.backward):
+        numbers = tuple(
+            value for equation in loop.body.equations for value in (*_values(equation.inputs), *equation.outputs)
+        )
+        ends = (*_values(loop.body.inputs), *_values(loop.body.outputs))
+        results = tuple(str(program.avals[value]) for value in loop.equation.outputs)
+        loops.append((fingerprint(loop.body), numbers, ends, tuple(map(operand, loop.equation.inputs)), results))
+    handed_over = (tuple(sorted(pair.consumed.items())), pair.residual_ys, pair.kept_ys)
+    return (*loops, pair.length, pair.forward.reverse, handed_over, update and update.gradients)
+
+
+def _values(atoms: tuple[Atom, ...]) -> tuple[int | None, ...]:
+    return tuple(None if isinstance(atom, Constant) else atom for atom in atoms)
