@@ -37,7 +37,8 @@ def scan_over_layers(body: Body) -> None:
     turn, out, h_in = body.name("turn"), body.name(), carry[0].name
     renewed = {"key": "jax.random.split({})[0]", INT32: "{} + 1"}
     after = ", ".join(("h", *(renewed[value.dtype].format(value.name) for value in carry[1:])))
-    ys = body.source.choice(("None", h_in, "h", "(h, None)", "h.mean()", f"({h_in}, h)"))
+    w_in = weights[0].name
+    ys = body.source.choice(("None", h_in, "h", "(h, None)", "h.mean()", f"({h_in}, h)", w_in, f"(h, {w_in})"))
     names, read = (", ".join(value.name for value in values) for values in (carry, weights))
     w, b = (f"{value.name}.astype(jnp.{h.dtype})" for value in weights)
     body.line(f"def {turn}(carry, weights):\n    ({names},), ({read}) = carry, weights")
@@ -49,6 +50,8 @@ def scan_over_layers(body: Body) -> None:
     body.add(Value(out, h.shape, h.dtype))
     if ys in (h_in, "h"):
         body.add(Value(f"{out}_ys", (length, *h.shape), h.dtype))
+    if ys == w_in:
+        body.add(Value(f"{out}_ys", (length, width, width), FLOAT32))
 
 
 def scan_over_time(body: Body) -> None:
@@ -72,9 +75,13 @@ def for_loop(body: Body) -> None:
 
 
 def while_loop(body: Body) -> None:
-    """Without a derivative; how many turns there are depends on the data."""
+    """Without a derivative of its own, perhaps with one inside; how many turns there are depends on the data."""
     if h := carry_of(body):
         turn = of_one(body, h, "turn", closed=True)
+        if body.source.random() < 0.5:
+            inner, turn = turn, body.name("descent")
+            body.line(f"def {turn}(h):\n    loss = lambda h: jnp.sum(jnp.tanh({inner}(h)).astype(jnp.float32))")
+            body.line("    return (h - 0.1 * jax.grad(loss)(h)).astype(h.dtype)")
         going = "lambda c: (c[0] < 3) & (jnp.mean(c[1]) < 0.3)"
         start = f"(0, lax.stop_gradient({h.name}))"
         body.new(f"lax.while_loop({going}, lambda c: (c[0] + 1, {turn}(c[1])), {start})[1]", h.shape, h.dtype)

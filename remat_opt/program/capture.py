@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from remat_opt.program import compat
+from remat_opt.program.handed_back import without_copies
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.mapped import in_two_parts
 from remat_opt.program.masks import mask_by_outputs
@@ -21,9 +22,10 @@ class Captured:
     Attributes:
         traced: JAX's own record; its jaxpr is the same object for every call of the same signature.
         given: the flat program as it was traced.
-        program: the same as it is planned and written, with other masks (`masks.py`), fewer scatters (`one_hot.py`)
-            and each `shard_map` that communicates in two parts (`mapped.py`). The inputs of both are the values the
-            function closes over while it is differentiated or batched (`closed_over`), then the flat dynamic arguments.
+        program: the same as it is planned and written, without copies of stacks (`handed_back.py`), with other masks
+            (`masks.py`), fewer scatters (`one_hot.py`) and each `shard_map` that communicates in two parts
+            (`mapped.py`). The inputs of both are the values the function closes over while it is differentiated or
+            batched (`closed_over`), then the flat dynamic arguments.
         donated: for each input of the program whether its buffer may be reused.
         closed_over: tracers of an outer transform that the function reads without having them as arguments.
     """
@@ -59,8 +61,11 @@ def capture_traced(traced: Any, *, platform: str = "cpu", **inline_options: bool
     closed_over = compat.closed_over_tracers(traced)
     given = tuple(info.donated for info in jax.tree.leaves(traced.args_info))
     # Compilers drop what no loop reads; else the search would see residuals that nobody stores.
-    program = inline(compat.without_dead_code(traced.jaxpr), **inline_options)
-    planned = by_comparison(program) if platform in FUSING_PLATFORMS else program
+    closed = compat.without_dead_code(traced.jaxpr)
+    program = inline(closed, **inline_options)
+    shorter = without_copies(closed)
+    planned = program if shorter is closed else inline(shorter, **inline_options)
+    planned = by_comparison(planned) if platform in FUSING_PLATFORMS else planned
     planned = mask_by_outputs(in_two_parts(planned))
     return Captured(traced, program, planned, (False,) * len(closed_over) + given, closed_over)
 
