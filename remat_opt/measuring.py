@@ -17,7 +17,7 @@ from remat_opt.optimized import OptimizedFunction
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.program.flops import UNKNOWN_LOOPS, FlopCount, count_flops
-from remat_opt.report.units import format_bytes, format_change, format_flops, format_seconds
+from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 from remat_opt.targets import CompilationOutOfMemory, Figures, Target, is_attached
 from remat_opt.targets.options import compiler_options_for, merges_checkpoints
 from remat_opt.warning import RematWarning
@@ -111,6 +111,7 @@ class Measurement:
                 notes.append(f"The {step} step does not fit the device: it needs {need} of {limit}.")
             elif refusal is not None:
                 notes.append(f"The {step} step does not fit the device.")
+        notes += self._recomputed_by_xla()
         figures = self.optimized or self.plain
         notes += [figures.note[0].upper() + figures.note[1:] + "."] if figures is not None and figures.note else []
         counts = (self.plain_flops, self.optimized_flops)
@@ -119,6 +120,20 @@ class Measurement:
         notes += [f"{self.undonated}."] if self.undonated is not None else []
         notes += [f"Plan: {self.plan.note}."] if self.plan.note else []
         return [line for note in notes for line in ("", *textwrap.wrap(note, _WIDTH))]
+
+    def _recomputed_by_xla(self) -> list[str]:
+        """What the compiler recomputes on its own, in each step that was compiled."""
+        steps = {"plain": self.plain, "optimised": self.optimized}
+        found = {name: figures for name, figures in steps.items() if figures is not None}
+        limits = {figures.xla_limit_bytes for figures in found.values()} - {None}
+        if not limits and not any(figures.recomputed_by_xla for figures in found.values()):
+            return []
+        counts = ", ".join(
+            f"{format_count(figures.recomputed_by_xla, 'instruction')} in the {name} step"
+            for name, figures in found.items()
+        )
+        limit = f", where temporary memory would pass {format_bytes(min(limits))}" if limits else ""
+        return [f"XLA itself recomputes{limit}: {counts}."]
 
 
 _SENT = "arrays sent between devices"

@@ -179,7 +179,8 @@ def test_equal_loops_are_searched_once_and_bring_no_more_forms(monkeypatch):
         return Forms(remat_opt.optimize(step, target="h200", verify=False).prepare(*arguments), "auto")
 
     one, four = forms_of(1), forms_of(4)
-    assert len(one.ways[0].pairs) == 1 and len(four.ways[0].pairs) == 4
+    assert len(one.ways[0].pairs) == 1
+    assert len(four.ways[0].pairs) == 4
     assert len(searched) == 2
     assert len(four.to_least) <= len(one.to_least)
     for way in four.ways:

@@ -1,5 +1,7 @@
 """`remat_opt.measure`: the compilers' figures of a step, plain and optimised."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -8,7 +10,7 @@ from jax.experimental import io_callback
 import remat_opt
 from remat_opt.program import compat
 from remat_opt.program.flops import count_flops
-from remat_opt.targets import CompilationOutOfMemory, ProgramNotPortable
+from remat_opt.targets import CompilationOutOfMemory, Figures, resolve_target
 from remat_opt.targets.options import merges_checkpoints
 
 WIDTH, LAYERS, BATCH = 256, 6, 2**18  # an activation does not fit a TPU's memory on the chip
@@ -185,8 +187,8 @@ def test_what_cannot_be_measured_is_an_error_and_the_step_stays_usable() -> None
     def with_callback(x):
         return io_callback(lambda value: value, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
 
-    with pytest.raises(ProgramNotPortable, match="host callbacks"):
-        remat_opt.measure(with_callback, jax.ShapeDtypeStruct((2,), jnp.float32), target="h200")
+    found = remat_opt.measure(with_callback, jax.ShapeDtypeStruct((2,), jnp.float32), target="h200")
+    assert "in place of callbacks to the host" in " ".join(str(found).split())
     assert with_callback(jnp.ones(2)).shape == (2,)
 
 
@@ -196,3 +198,36 @@ def test_a_step_that_the_compiler_refuses_as_it_is_is_planned_all_the_same() -> 
     assert plan.plain_measured is None
     found = remat_opt.measure(remat_opt.optimize(wide_step, target="v5e"), PARAMS, X)
     assert isinstance(found.optimized_refusal, CompilationOutOfMemory)  # 256 GB are too many in any case
+
+
+def test_what_xla_recomputes_on_its_own_is_counted_with_its_limit() -> None:
+    """On a GPU with less memory than the plain step needs, and more than the optimised one does."""
+    h200 = resolve_target("h200")
+    memory = 2_600_000_000
+    config = h200.compiler_config.replace(f"device_memory_size: {h200.memory_bytes}", f"device_memory_size: {memory}")
+    small = dataclasses.replace(h200, name="small", memory_bytes=memory, compiler_config=config)
+    found = remat_opt.measure(jax.jit(train_step, donate_argnums=0), PARAMS, X, target=small)
+    assert found.plain is not None
+    assert found.optimized is not None
+    limit = int(0.95 * (0.8 * memory - ACTIVATION - STATE))
+    assert found.plain.xla_limit_bytes == pytest.approx(limit, rel=1e-3)
+    assert found.optimized.temp_bytes < limit
+    assert found.optimized.recomputed_by_xla == 0
+    text = " ".join(str(found).split())
+    assert "XLA itself recomputes, where temporary memory would pass" in text
+    assert found.plain.recomputed_by_xla == 1
+    assert "1 instruction in the plain step, 0 instructions in the optimised" in text
+    assert Figures.from_json(found.plain.as_json()) == found.plain
+
+
+def test_explain_says_where_a_peak_lies_above_the_limit_of_xla() -> None:
+    h200 = resolve_target("h200")
+    step = remat_opt.optimize(train_step, target=h200, donate_argnums=0, verify=False)
+    explanation = step.explain(PARAMS, X)
+    assert "recomputes on its own" not in " ".join(str(explanation).split())
+    assert explanation.xla_limit_bytes == h200.xla_limit(STATE + ACTIVATION)
+    figures = {"measured": None, "predicted": dataclasses.replace(explanation.plan.predicted, peak_bytes=2 * 10**11)}
+    above = dataclasses.replace(explanation, plan=dataclasses.replace(explanation.plan, **figures))
+    limit = explanation.xla_limit_bytes
+    assert f"lies above {limit / 1e9:.1f} GB" in " ".join(str(above).split())
+    assert f"budget={limit:_}" in str(above)

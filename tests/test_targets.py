@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import io_callback
 
 from remat_opt.targets import (
     TARGETS,
@@ -25,7 +24,6 @@ from remat_opt.targets import (
     reports_gaps_twice,
     resolve_target,
 )
-from remat_opt.targets.export import without_debug_effects
 
 LAYERS = 4
 IMAGES = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
@@ -217,38 +215,6 @@ def test_wide_dtypes_keep_their_width() -> None:
     with jax.enable_x64(True):
         figures = measure_flat(double, [jax.ShapeDtypeStruct((64,), jnp.float64)], target="h200")
     assert figures.argument_bytes == 512
-
-
-def printing_loop(x: jax.Array) -> list[jax.Array]:
-    def body(carry: jax.Array, _: None) -> tuple[jax.Array, None]:
-        jax.debug.print("carry {carry}", carry=carry.sum())
-        jax.lax.cond(carry[0] > 0, lambda c: jax.debug.print("positive {c}", c=c), lambda c: None, carry)
-        return carry * 2, None
-
-    jax.debug.print("x {x}", x=x, ordered=True)
-    return [jax.jit(lambda x: jax.lax.scan(body, x, None, length=3)[0])(x)]
-
-
-def test_debug_prints_are_left_out_of_the_measured_copy() -> None:
-    figures = measure_flat(printing_loop, SMALL, target="h200")
-    assert "without the program's debug prints" in figures.note
-
-
-def test_leaving_debug_prints_out_changes_nothing_else(capfd: pytest.CaptureFixture[str]) -> None:
-    closed = without_debug_effects(jax.make_jaxpr(printing_loop)(jnp.ones(64)))
-    assert not closed.effects
-    (result,) = jax.jit(jax.extend.core.jaxpr_as_fun(closed))(jnp.arange(64.0))
-    jax.effects_barrier()
-    assert capfd.readouterr().out == ""
-    assert (result == jnp.arange(64.0) * 8).all()
-
-
-def test_host_callbacks_cannot_be_carried() -> None:
-    def call_back(x: jax.Array) -> list[jax.Array]:
-        return [io_callback(lambda x: x, x, x)]
-
-    with pytest.raises(ProgramNotPortable, match="Take host callbacks out of the step"):
-        measure_flat(call_back, SMALL, target="h200")
 
 
 def test_arguments_of_several_devices_cannot_be_carried() -> None:

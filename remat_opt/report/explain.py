@@ -14,6 +14,7 @@ from remat_opt.loops.choose import WrittenPair
 from remat_opt.plan import Plan
 from remat_opt.report.curves import Curve, curve_of
 from remat_opt.report.saved import Group, held_values, saved_groups
+from remat_opt.targets.devices import TARGETS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,20 @@ class Explanation:
     def after(self) -> Curve:
         """Live memory over the planned step; the same as `before` where nothing is recomputed."""
         return self.before if self.plan.is_plain else curve_of(self.graph, self.plan.schedule, self.rewritten)
+
+    @property
+    def peak_bytes(self) -> int:
+        """Peak of the planned step's temporary memory: the compiler's figure, where it was compiled, else predicted."""
+        return self.plan.measured.temp_bytes if self.plan.measured else self.plan.predicted.peak_bytes
+
+    @property
+    def xla_limit_bytes(self) -> int | None:
+        """Temporary memory above which XLA recomputes on its own; None where that is not known."""
+        if self.plan.measured is not None:
+            return self.plan.measured.xla_limit_bytes
+        arrays = [*self.given.inputs, *(set(self.given.outputs) - {output for _, output in self.given.aliases})]
+        target = TARGETS.get(self.plan.target)
+        return target and target.xla_limit(sum(self.given.sizes[value] for value in arrays))
 
     @functools.cached_property
     def held(self) -> Mapping[int, str]:

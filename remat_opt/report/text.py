@@ -136,16 +136,28 @@ def _figures(explanation: Explanation) -> list[str]:
     rows = [quantity.as_row(alone=plan.is_plain) for quantity in quantities]
     note = explanation.flops_note
     counted = [f"{note[0].upper()}{note[1:]}."] if note else []
-    return [_row("", *heads), *rows, *counted, *_how_measured(before, after)]
+    return [_row("", *heads), *rows, *counted, *_how_measured(before, after), *_recomputed_by_xla(explanation)]
 
 
 def _how_measured(before: Figures | None, after: Figures | None) -> list[str]:
     compiled = after or before
     if compiled is None:
         return ["Not compiled while planning: the figures are predicted."]
-    if not compiled.autotuned:
-        return [f"Compiled for an absent {compiled.target}: without autotuning and its scratch memory."]
-    return []
+    if not compiled.note:
+        return []
+    return textwrap.wrap(f"{compiled.note[0].upper()}{compiled.note[1:]}.", WIDTH)
+
+
+def _recomputed_by_xla(explanation: Explanation) -> list[str]:
+    limit = explanation.xla_limit_bytes
+    if limit is None or explanation.peak_bytes <= limit:
+        return []
+    text = (
+        f"The peak of {format_bytes(explanation.peak_bytes)} lies above {format_bytes(limit)}, XLA's limit for "
+        "temporary memory: its compiler recomputes on its own, beside this plan. It does not where the step fits in "
+        f"budget={limit:_}."
+    )
+    return textwrap.wrap(text, WIDTH)
 
 
 def _row(label: str, before: str, after: str, change: str) -> str:

@@ -52,6 +52,20 @@ class Target:
     devices: int = 1
     counts_flops: bool = False
 
+    def xla_limit(self, argument_and_result_bytes: int) -> int | None:
+        """Bytes of temporary memory above which XLA's GPU compiler recomputes on its own (its pass
+        hlo-rematerialization); None where that is not known.
+
+        The compiler takes 80 % of the device's memory for what there is, and 95 % of what arguments and results leave
+        of that (its flag `xla_gpu_memory_limit_slop_factor`).
+
+        Args:
+            argument_and_result_bytes: bytes of all arguments and results, aliased ones once.
+        """
+        if self.platform != "cuda" or self.memory_bytes is None:
+            return None
+        return max(0, int(0.95 * (0.8 * self.memory_bytes - argument_and_result_bytes)))
+
 
 # Fields of XLA's GpuTargetConfigProto that are the same for the three GPUs: CUDA C++ Programming Guide, table
 # "Technical Specifications per Compute Capability" (8.0 and 9.0).

@@ -13,7 +13,7 @@ import jax
 
 from remat_opt.targets.communication import Collectives, collectives_of
 from remat_opt.targets.devices import Target
-from remat_opt.targets.worker import compiled_numbers, compiler_version, text_of_several_devices
+from remat_opt.targets.worker import compiled_numbers, compiler_version, recomputed_by_xla, text_of_several_devices
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class Figures:
         compiler: the installed distribution that holds the compiler, as "libtpu 0.0.51".
         note: what else a reader has to know; empty if nothing.
         collectives: what the devices send each other; None for a program of one device.
+        recomputed_by_xla: how many instructions the compiler computes again on its own, to save memory.
+        xla_limit_bytes: temporary memory above which it does so; None where that is not known.
     """
 
     temp_bytes: int
@@ -54,6 +56,8 @@ class Figures:
     compiler: str = ""
     note: str = ""
     collectives: Collectives | None = None
+    recomputed_by_xla: int = 0
+    xla_limit_bytes: int | None = None
 
     @property
     def physical_peak_bytes(self) -> int:
@@ -72,7 +76,7 @@ class Figures:
             ValueError: a field is missing or is not known.
         """
         known = {field.name for field in fields(cls)}
-        required = known - {"compiler", "note", "collectives"}
+        required = known - {"compiler", "note", "collectives", "recomputed_by_xla", "xla_limit_bytes"}
         if not required <= set(values) <= known:
             raise ValueError(
                 f"figures have the fields {sorted(known)}; missing {sorted(required - set(values))}, not known "
@@ -80,6 +84,12 @@ class Figures:
             )
         sent = values.get("collectives")
         return cls(**{**values, "collectives": sent and Collectives.from_json(sent)})
+
+
+def limit_of_xla(target: Target, numbers: Mapping[str, Any]) -> int | None:
+    """Temporary memory above which XLA recomputes on its own, of a program with these sizes (see `Figures`)."""
+    sizes = numbers["argument_bytes"], numbers["output_bytes"], numbers["alias_bytes"]
+    return target.xla_limit(sizes[0] + sizes[1] - sizes[2])
 
 
 @functools.cache
@@ -101,8 +111,9 @@ def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0,
         compile_seconds: wall time that the compiler took.
         note: see `Figures`.
     """
+    numbers = compiled_numbers(compiled)
     return Figures(
-        **compiled_numbers(compiled),
+        **numbers,
         compile_seconds=compile_seconds,
         target=target.name,
         jax_version=jax.__version__,
@@ -111,4 +122,6 @@ def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0,
         compiler=compiler_version(target.platform),
         note=note,
         collectives=collectives_of(text_of_several_devices(compiled)),
+        recomputed_by_xla=0 if target.platform == "cpu" else recomputed_by_xla(compiled),
+        xla_limit_bytes=limit_of_xla(target, numbers),
     )

@@ -29,7 +29,7 @@ from remat_opt.targets.errors import (
     shortened,
 )
 from remat_opt.targets.export import PortableProgram
-from remat_opt.targets.figures import Figures
+from remat_opt.targets.figures import Figures, limit_of_xla
 
 _WORKER_FILE = Path(__file__).with_name("worker.py")
 
@@ -152,7 +152,8 @@ class Worker:
             raise _error(reply, target)
         sent = collectives_of(reply.get("text"))
         judgement = _judgement(target, program.note)
-        return Figures(**reply["figures"], target=target.name, collectives=sent, **judgement)
+        limit = limit_of_xla(target, reply["figures"])
+        return Figures(**reply["figures"], target=target.name, collectives=sent, xla_limit_bytes=limit, **judgement)
 
     def _ask(
         self, request: dict[str, Any], serialised: bytearray, target: Target, time_limit: float | None

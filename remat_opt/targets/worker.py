@@ -12,10 +12,15 @@ import contextlib
 import gc
 import json
 import os
+import re
 import sys
 import time
 from importlib import metadata
 from typing import Any
+
+# XLA's pass hlo-rematerialization names an instruction that it computes again after the first one: `fusion.3.remat2`.
+# A bitcast computes nothing.
+_RECOMPUTED = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+\.remat\d*(?:\.\d+)* = (?!.* bitcast\()", re.MULTILINE)
 
 _DISTRIBUTIONS = {
     "cpu": ("jaxlib",),
@@ -56,6 +61,11 @@ def text_of_several_devices(compiled: Any) -> str | None:
 
     shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
     return compiled.as_text() if any(one.num_devices > 1 for one in shardings) else None
+
+
+def recomputed_by_xla(compiled: Any) -> int:
+    """How many instructions of a compiled program XLA computes again on its own, to save memory."""
+    return len(_RECOMPUTED.findall(compiled.as_text() or ""))
 
 
 def compiler_version(platform: str) -> str:
@@ -133,7 +143,10 @@ def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> tu
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
     seconds = time.perf_counter() - start
-    return {**compiled_numbers(compiled), "compile_seconds": seconds}, text_of_several_devices(compiled)
+    figures = {**compiled_numbers(compiled), "compile_seconds": seconds}
+    if request["platform"] != "cpu":
+        figures["recomputed_by_xla"] = recomputed_by_xla(compiled)
+    return figures, text_of_several_devices(compiled)
 
 
 def _answer(request: dict[str, Any], serialised: bytearray, devices: _TargetDevices) -> dict[str, Any]:
