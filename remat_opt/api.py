@@ -145,8 +145,8 @@ def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: 
         **kwargs: keyword arguments of the step.
 
     Returns:
-        A `Measurement`: temporary memory, arguments, outputs, what is aliased, the physical peak, FLOPs where the
-        compiler counts them, and seconds of compiling. `print` it for a table.
+        A `Measurement`: temporary memory, arguments, outputs, what is aliased, the physical peak, FLOPs (loops times
+        their length), seconds of compiling, and state that is not donated. `print` it for a table.
 
     Raises:
         ValueError: the target does not exist; the message lists those that do.

@@ -117,6 +117,8 @@ class Measurement:
         counts = (self.plain_flops, self.optimized_flops)
         if any(count.has_unknown_loops for count in counts if count is not None):
             notes.append(f"{UNKNOWN_LOOPS[0].upper()}{UNKNOWN_LOOPS[1:]}.")
+        if any(one is not None and one.collectives is not None for one in (self.plain, self.optimized)):
+            notes.append(_DIVIDED)
         notes += [f"{self.undonated}."] if self.undonated is not None else []
         notes += [f"Plan: {self.plan.note}."] if self.plan.note else []
         return [line for note in notes for line in ("", *textwrap.wrap(note, _WIDTH))]
@@ -149,6 +151,7 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
     (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
     ("compiling", lambda figures: figures.compile_seconds, format_seconds),
 )
+_DIVIDED = "Figures are those of one device; FLOPs are those of all devices together, in a shard_map those of one."
 _AFTER_MEMORY = 5  # where our own count stands among the compiler's figures
 _COMPARED = frozenset({"temporary memory", "physical peak", _FLOPS, _COMPILERS_FLOPS})
 

@@ -24,7 +24,7 @@ os.environ["XLA_FLAGS"] = f"{QUICK} {os.environ.get('XLA_FLAGS', '')}"
 hypothesis.settings.register_profile("repeatable", derandomize=True, deadline=None)
 # `pytest --hypothesis-profile=explore` looks for new counterexamples.
 hypothesis.settings.register_profile("explore", max_examples=2000, deadline=None)
-# As many as a night has time for: `pytest tests/test_plan_files.py --hypothesis-profile=nightly`.
+# As many as a night has time for: `pytest tests/test_hostile_plans.py --hypothesis-profile=nightly`.
 hypothesis.settings.register_profile("nightly", max_examples=5000, deadline=None)
 hypothesis.settings.load_profile("repeatable")
 
