@@ -42,6 +42,9 @@ def checkpoint(
     target: str | Target | None = None,
     solver: str = "auto",
     plan: Plan | None = None,
+    policy: Callable[..., Any] | None = None,
+    prevent_cse: bool | Sequence[Any] = True,
+    concrete: bool = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     keep_user_names: bool = False,
@@ -76,6 +79,12 @@ def checkpoint(
         solver: name of the search. "auto" takes the best of those whose plans are stretches of the program, one in
             another, since that is what `jax.checkpoint` can express.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
+        policy: as for `jax.checkpoint`, one of `jax.checkpoint_policies` or a function like them. The result is then
+            `jax.checkpoint(fun, policy=policy)`: nothing is searched, and there is no plan.
+        prevent_cse: as for `jax.checkpoint`. False leaves out the barriers round recomputation, which a compiler may
+            then undo. A sequence says it for each argument, or each part of one; it does not concern the barriers of
+            values that the function makes.
+        concrete: has to be False, as for `jax.checkpoint`.
         static_argnums: positions of arguments that are not arrays and decide what is traced; negative ones count from
             the end. They need not be hashable.
         static_argnames: the same for arguments given by name.
@@ -88,8 +97,10 @@ def checkpoint(
         be `jax.ShapeDtypeStruct`s there. `jax.ad_checkpoint.print_saved_residuals` shows the kept tensors by name.
 
     Raises:
-        TypeError: `fun` is no function.
-        ValueError: a budget, solver or target that does not exist.
+        TypeError: `fun` or `policy` is no function, or `prevent_cse` neither a bool nor a sequence.
+        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` or `.explain` of a
+            function with a policy.
+        NotImplementedError: `concrete=True`.
         PlanError: at a call, where `plan` is for another function.
     """
     options: dict[str, Any] = {
@@ -97,10 +108,14 @@ def checkpoint(
         "target": target,
         "solver": solver,
         "plan": plan,
+        "policy": policy,
+        "prevent_cse": prevent_cse,
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
         "keep_user_names": keep_user_names,
     }
+    _check_as_jax(concrete, prevent_cse)
+    check_policy(policy, budget=budget, target=target, solver=solver, plan=plan)
     settings = check_settings(
         budget=budget,
         target=target,
@@ -115,7 +130,11 @@ def checkpoint(
             f"expected a function, got {type(fun).__name__}; write remat_opt.checkpoint(loss_fn), without calling it"
         )
     static = StaticArguments(fun, static_argnums, static_argnames)
-    checkpointed = _Checkpointed(fun, settings, static)
+    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else tuple(prevent_cse)
+    if policy is None:
+        checkpointed = _Checkpointed(fun, settings, static, prevent_cse)
+    else:
+        checkpointed = _UnderPolicy(fun, policy, static, prevent_cse)
 
     @functools.wraps(fun)
     def recomputing(*args, **kwargs):
@@ -124,6 +143,43 @@ def checkpoint(
     recomputing.plan = checkpointed.plan  # pyright: ignore[reportAttributeAccessIssue]
     recomputing.explain = checkpointed.explain  # pyright: ignore[reportAttributeAccessIssue]
     return recomputing
+
+
+def check_policy(
+    policy: Any,
+    *,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    solver: str = "auto",
+    plan: Plan | None = None,
+) -> None:
+    """Raise where a policy is none, or stands beside options of the search that it takes the place of."""
+    if policy is None:
+        return
+    if isinstance(policy, NamesPolicy):
+        raise TypeError("expected a policy, got what remat_opt.policy returns; write policy=found.policy")
+    if not callable(policy):
+        raise TypeError(
+            f"expected a policy of jax.checkpoint_policies or a function like them, got {policy!r}; write for example "
+            "policy=jax.checkpoint_policies.dots_saveable"
+        )
+    options = {"budget": budget, "target": target, "solver": None if solver == "auto" else solver, "plan": plan}
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        beside = ", ".join(f"{name}=…" for name in given)
+        raise ValueError(
+            f"expected a policy or {beside}, got both: a policy says what is saved, and nothing is searched. Write "
+            f"policy=… alone to have it obeyed, or {beside} without it to have one found"
+        )
+
+
+def _check_as_jax(concrete: bool, prevent_cse: Any) -> None:
+    if concrete:
+        raise NotImplementedError("expected concrete=False, as jax.checkpoint does; write static_argnums=… instead")
+    if isinstance(prevent_cse, (str, bytes)) or not isinstance(prevent_cse, (bool, Sequence)):
+        raise TypeError(
+            f"expected prevent_cse to be a bool, or a sequence with one for each argument; got {prevent_cse!r}"
+        )
 
 
 class NamesPolicy(NamedTuple):
@@ -183,10 +239,18 @@ def policy(
 
 
 class _Outcome(NamedTuple):
-    """What to do with a program. It holds numbers only, nothing of a trace that may be over."""
+    """What to do with a program. It holds numbers only, nothing of a trace that may be over.
 
-    differentiable: bool
-    layout: Layout | None = None
+    Attributes:
+        layout: the segments that are written, where there are several.
+        is_one_region: without a layout: whether all of it stands under one `jax.checkpoint`, or runs as it is.
+    """
+
+    layout: Layout | None
+    is_one_region: bool
+
+
+_ONE_REGION = _Outcome(None, is_one_region=True)
 
 
 class _Outcomes:
@@ -213,27 +277,42 @@ _OUTCOMES = _Outcomes()
 class _Checkpointed:
     """A function under `checkpoint`, with what was decided for its programs."""
 
-    def __init__(self, fun: Callable, settings: Settings, static: StaticArguments):
+    def __init__(
+        self,
+        fun: Callable,
+        settings: Settings,
+        static: StaticArguments,
+        prevent_cse: bool | tuple[Any, ...] = True,
+    ):
         self.fun = fun
         self.settings = settings
         self.static = static
+        self.prevent_cse = prevent_cse
 
     def __call__(self, args: tuple, kwargs: dict) -> Any:
         jitted, dynamic, rest = self.static.split(args, kwargs)
         traced, captured = self.capture(jitted, dynamic, rest)
         leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves((dynamic, rest))]
         leaves = [*captured.closed_over, *leaves]
+        prevent_cse = self.prevent_cse_of(len(captured.closed_over), dynamic, rest)
         outcome = self.outcome(captured)
         # The function itself is not run again: it may update what it closes over.
         as_it_is = functools.partial(_as_it_is, captured.program)
-        if not outcome.differentiable:  # in reverse: jax.checkpoint knows what to do, and what to say
-            results = jax.checkpoint(as_it_is)(*leaves)
-        elif outcome.layout is None:
-            results = as_it_is(*leaves)
-        else:
+        if outcome.layout is not None:
             _warn_of_remat3()
-            results = write_segments(captured.program, outcome.layout, leaves)
+            results = write_segments(captured.program, outcome.layout, leaves, prevent_cse)
+        elif outcome.is_one_region:
+            results = jax.checkpoint(as_it_is, prevent_cse=prevent_cse)(*leaves)
+        else:
+            results = as_it_is(*leaves)
         return jax.tree.unflatten(traced.out_tree, results)
+
+    def prevent_cse_of(self, closed_over: int, args: tuple, kwargs: dict) -> bool | tuple[bool, ...]:
+        """For each leaf of a call whether it is read behind a barrier; not those that are closed over, as in JAX."""
+        if isinstance(self.prevent_cse, bool):
+            return self.prevent_cse
+        arguments = (args, kwargs) if kwargs else args
+        return (*(False,) * closed_over, *jax.tree.leaves(jax.tree.broadcast(self.prevent_cse, arguments)))
 
     def plan(self, *args, **kwargs) -> Plan:
         """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -262,7 +341,7 @@ class _Checkpointed:
 
     def outcome(self, captured: Captured) -> _Outcome:
         if captured.program.has_references:
-            return _Outcome(differentiable=False)
+            return _ONE_REGION  # jax.checkpoint knows what to do, and what to say
         settings = self.settings
         target = resolve_target(settings.target)
         asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
@@ -275,10 +354,11 @@ class _Checkpointed:
             # Where JAX fails, too, it says so to whom it concerns: when somebody asks for the derivative.
             if jax_differentiates(captured):
                 self.tell_of_failure(error)
-            return _Outcome(differentiable=False)
+            return _ONE_REGION
         if differentiated is None:
-            return _Outcome(differentiable=False)
-        return _Outcome(True, decide_checkpoint(differentiated, self.settings).layout)
+            return _ONE_REGION
+        decision = decide_checkpoint(differentiated, self.settings)
+        return _Outcome(decision.layout, decision.is_one_region)
 
     def tell_of_failure(self, error: Exception) -> None:
         name = getattr(self.fun, "__qualname__", None) or repr(self.fun)
@@ -306,6 +386,45 @@ class _Checkpointed:
 
     def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
         return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
+
+
+class _UnderPolicy:
+    """A function under `jax.checkpoint` with the user's policy."""
+
+    def __init__(
+        self,
+        fun: Callable,
+        policy: Callable[..., Any],
+        static: StaticArguments,
+        prevent_cse: bool | tuple[Any, ...],
+    ):
+        self.fun = fun
+        self.policy = policy
+        self.static_names = static.argnames
+        options: dict[str, Any] = {
+            "policy": policy,
+            "prevent_cse": prevent_cse,
+            "static_argnums": static.argnums,
+        }
+        self.recompute = functools.partial(jax.checkpoint, **options)
+        self.recomputing = self.recompute(fun)
+
+    def __call__(self, args: tuple, kwargs: dict) -> Any:
+        static = {name: value for name, value in kwargs.items() if name in self.static_names}
+        if not static:
+            return self.recomputing(*args, **kwargs)
+        dynamic = {name: value for name, value in kwargs.items() if name not in static}
+        return self.recompute(functools.partial(self.fun, **static))(*args, **dynamic)
+
+    def plan(self, *args, **kwargs) -> Any:
+        del args, kwargs
+        raise ValueError(
+            f"expected a function without a policy, got one with policy={self.policy!r}, which jax.checkpoint obeys: "
+            "nothing is planned. Write jax.ad_checkpoint.print_saved_residuals(fun, *args) to see what is saved, or "
+            "remat_opt.checkpoint(fun) without a policy for a plan"
+        )
+
+    explain = plan
 
 
 def _as_it_is(program: Program, *leaves: Any) -> list[Any]:

@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from remat_opt.checkpointing import checkpoint
-from remat_opt.linen import refuse_policy
+from remat_opt.checkpointing import check_policy, checkpoint
 from remat_opt.plan import Plan
 from remat_opt.targets import Target
 
@@ -35,7 +34,7 @@ def remat(
     *,
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
-    policy: None = None,
+    policy: Callable[..., Any] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
     budget: int | float | str | None = None,
@@ -52,11 +51,10 @@ def remat(
 
     Args:
         f: a function, or a method that is not bound. Without it, a decorator with these options.
-        prevent_cse: taken for the sake of `nnx.remat`'s signature; recomputation always stands behind barriers.
+        prevent_cse: as for `nnx.remat`: False leaves out the barriers round recomputation.
         static_argnums: positions of arguments that are not arrays and decide what is traced.
-        policy: taken for the sake of `nnx.remat`'s signature; it has to be None.
-        graph: taken for the sake of `nnx.remat`'s signature: arguments are always lifted as graphs, which holds for
-            trees, too.
+        policy: as for `nnx.remat`, which the result then is: nothing is searched.
+        graph: as for `nnx.remat` where a policy is given. Else arguments are lifted as graphs, trees, too.
         graph_updates: the same.
         budget: as for `remat_opt.checkpoint`, for each call.
         target: the device to plan for.
@@ -66,11 +64,19 @@ def remat(
         keep_user_names: respect `nnx.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
 
     Raises:
-        ValueError: a policy was given, a bound method, or what `remat_opt.checkpoint` refuses.
+        ValueError: a bound method, `static_argnames` beside a policy, or what `remat_opt.checkpoint` refuses.
     """
-    refuse_policy(policy, "nnx.remat")
-    del prevent_cse, graph, graph_updates
-    recompute = checkpoint(budget=budget, target=target, solver=solver, plan=plan, keep_user_names=keep_user_names)
+    options: dict[str, Any] = {"budget": budget, "target": target, "solver": solver, "plan": plan}
+    if policy is not None:
+        check_policy(policy, **options)
+        if static_argnames:
+            raise ValueError("expected no static_argnames beside a policy, as for nnx.remat; write static_argnums=…")
+        options = {"prevent_cse": prevent_cse, "static_argnums": static_argnums, "policy": policy}
+        by_flax = functools.partial(nnx.remat, **options, graph=graph, graph_updates=graph_updates)
+        return by_flax if f is _NOT_GIVEN else by_flax(f)
+    if not isinstance(prevent_cse, bool):
+        raise TypeError(f"expected prevent_cse to be True or False without a policy; got {prevent_cse!r}")
+    recompute = checkpoint(**options, prevent_cse=prevent_cse, keep_user_names=keep_user_names)
     lift = functools.partial(_lift, recompute=recompute, numbers=static_argnums, names=static_argnames)
     if f is _NOT_GIVEN:
         return lift
