@@ -20,7 +20,7 @@ from remat_opt.planning import decide, decision_of
 from remat_opt.search import SOLVERS, Solution, Solver
 from remat_opt.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
 from remat_opt.settings import Settings
-from remat_opt.write.checkpoint import Layout
+from remat_opt.write.checkpoint import Layout, is_repeatable
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
 WORTH_NESTING = 0.7  # a layer is divided inside where that lowers its peak to this part
@@ -39,12 +39,23 @@ class CheckpointDecision:
     Attributes:
         differentiated: the function with its forward and backward pass as one program.
         decision: the solution and the plan.
-        layout: the segments; None where the function runs as it is.
+        layout: the segments; None where nothing that is stored is recomputed.
     """
 
     differentiated: Differentiated
     decision: Decision
     layout: Layout | None
+
+    @property
+    def is_one_region(self) -> bool:
+        """Whether a function without segments stands under one `jax.checkpoint`, or runs as it is.
+
+        What a compiler computes again for nothing inside a kernel, JAX still keeps: for a derivative outside `jit`,
+        and for the backward loop of a scan. So a layer is one region even where nothing stored is recomputed.
+        """
+        if self.layout is not None or parse_budget(self.decision.plan.budget).is_promise:
+            return False
+        return not is_loss(self.differentiated) and all(map(is_repeatable, self.differentiated.program.equations))
 
 
 def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> CheckpointDecision:

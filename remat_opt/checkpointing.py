@@ -47,6 +47,9 @@ def checkpoint(
     target: str | Target | None = None,
     solver: str = "auto",
     plan: Plan | None = None,
+    policy: Callable[..., Any] | None = None,
+    prevent_cse: bool | Sequence[Any] = True,
+    concrete: bool = False,
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     keep_user_names: bool = False,
@@ -83,6 +86,12 @@ def checkpoint(
         solver: name of the search. "auto" takes the best of those whose plans are stretches of the program, one in
             another, since that is what `jax.checkpoint` can express.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
+        policy: as for `jax.checkpoint`, one of `jax.checkpoint_policies` or a function like them. The result is then
+            `jax.checkpoint(fun, policy=policy)`: nothing is searched, and there is no plan.
+        prevent_cse: as for `jax.checkpoint`. False leaves out the barriers round recomputation, which a compiler may
+            then undo. A sequence says it for each argument, or each part of one; it does not concern the barriers of
+            values that the function makes.
+        concrete: has to be False, as for `jax.checkpoint`.
         static_argnums: positions of arguments that are not arrays and decide what is traced; negative ones count from
             the end. They need not be hashable.
         static_argnames: the same for arguments given by name.
@@ -95,8 +104,10 @@ def checkpoint(
         be `jax.ShapeDtypeStruct`s there. `jax.ad_checkpoint.print_saved_residuals` shows the kept tensors by name.
 
     Raises:
-        TypeError: `fun` is no function.
-        ValueError: a budget, solver or target that does not exist.
+        TypeError: `fun` or `policy` is no function, or `prevent_cse` neither a bool nor a sequence.
+        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` or `.explain` of a
+            function with a policy.
+        NotImplementedError: `concrete=True`.
         PlanError: at a call, where `plan` is for another function.
     """
     options: dict[str, Any] = {
@@ -104,10 +115,14 @@ def checkpoint(
         "target": target,
         "solver": solver,
         "plan": plan,
+        "policy": policy,
+        "prevent_cse": prevent_cse,
         "static_argnums": static_argnums,
         "static_argnames": static_argnames,
         "keep_user_names": keep_user_names,
     }
+    _check_as_jax(concrete, prevent_cse)
+    check_policy(policy, budget=budget, target=target, solver=solver, plan=plan)
     settings = check_settings(
         budget=budget,
         target=target,
@@ -118,7 +133,14 @@ def checkpoint(
     if fun is _NOT_GIVEN:
         return functools.partial(checkpoint, **options)
     statics = _given_statics(static_argnums, static_argnames)
-    return resolve(fun, statics, lambda found: _recomputing(found, settings), "checkpoint")
+    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else tuple(prevent_cse)
+
+    def make(found: compat.JitDescription) -> Callable:
+        if policy is None:
+            return _recomputing(_Checkpointed(found, settings, prevent_cse))
+        return _recomputing(_UnderPolicy(found, policy, prevent_cse))
+
+    return resolve(fun, statics, make, "checkpoint")
 
 
 def _given_statics(static_argnums: int | Sequence[int], static_argnames: str | Iterable[str]) -> dict[str, Any]:
@@ -126,17 +148,61 @@ def _given_statics(static_argnums: int | Sequence[int], static_argnames: str | I
     return {name: value for name, value in given.items() if value != ()}
 
 
-def _recomputing(found: compat.JitDescription, settings: Settings) -> Callable:
-    """The function that stands for the one given, which the transforms of JAX apply to as to any function."""
-    checkpointed = _Checkpointed(found, settings)
+def _statics_of(found: compat.JitDescription) -> StaticArguments:
+    """The function that was given, with its static arguments. A user's jit stays round it, with its shardings."""
+    options = dict(found.options)
+    numbers, names = options.get("static_argnums", ()), options.get("static_argnames", ())
+    inner = leaving_modules(found.fun if found.is_plain else jax.jit(found.fun, **options))
+    return StaticArguments(inner, numbers, names, optional=not found.is_plain)
 
-    @functools.wraps(found.fun)
+
+def _recomputing(checkpointed: _Checkpointed | _UnderPolicy) -> Callable:
+    """The function that stands for the one given, which the transforms of JAX apply to as to any function."""
+
+    @functools.wraps(checkpointed.fun)
     def recomputing(*args, **kwargs):
         return checkpointed(*args, **kwargs)
 
     recomputing.plan = checkpointed.plan  # pyright: ignore[reportAttributeAccessIssue]
     recomputing.explain = checkpointed.explain  # pyright: ignore[reportAttributeAccessIssue]
     return recomputing
+
+
+def check_policy(
+    policy: Any,
+    *,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    solver: str = "auto",
+    plan: Plan | None = None,
+) -> None:
+    """Raise where a policy is none, or stands beside options of the search that it takes the place of."""
+    if policy is None:
+        return
+    if isinstance(policy, NamesPolicy):
+        raise TypeError("expected a policy, got what remat_opt.policy returns; write policy=found.policy")
+    if not callable(policy):
+        raise TypeError(
+            f"expected a policy of jax.checkpoint_policies or a function like them, got {policy!r}; write for example "
+            "policy=jax.checkpoint_policies.dots_saveable"
+        )
+    options = {"budget": budget, "target": target, "solver": None if solver == "auto" else solver, "plan": plan}
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        beside = ", ".join(f"{name}=…" for name in given)
+        raise ValueError(
+            f"expected a policy or {beside}, got both: a policy says what is saved, and nothing is searched. Write "
+            f"policy=… alone to have it obeyed, or {beside} without it to have one found"
+        )
+
+
+def _check_as_jax(concrete: bool, prevent_cse: Any) -> None:
+    if concrete:
+        raise NotImplementedError("expected concrete=False, as jax.checkpoint does; write static_argnums=… instead")
+    if isinstance(prevent_cse, (str, bytes)) or not isinstance(prevent_cse, (bool, Sequence)):
+        raise TypeError(
+            f"expected prevent_cse to be a bool, or a sequence with one for each argument; got {prevent_cse!r}"
+        )
 
 
 class NamesPolicy(NamedTuple):
@@ -197,10 +263,18 @@ def policy(
 
 
 class _Outcome(NamedTuple):
-    """What to do with a program. It holds numbers only, nothing of a trace that may be over."""
+    """What to do with a program. It holds numbers only, nothing of a trace that may be over.
 
-    differentiable: bool
-    layout: Layout | None = None
+    Attributes:
+        layout: the segments that are written, where there are several.
+        is_one_region: without a layout: whether all of it stands under one `jax.checkpoint`, or runs as it is.
+    """
+
+    layout: Layout | None
+    is_one_region: bool
+
+
+_ONE_REGION = _Outcome(None, is_one_region=True)
 
 
 class _Outcomes:
@@ -227,15 +301,12 @@ _OUTCOMES = _Outcomes()
 class _Checkpointed:
     """A function under `checkpoint`, with what was decided for its programs."""
 
-    def __init__(self, found: compat.JitDescription, settings: Settings):
+    def __init__(self, found: compat.JitDescription, settings: Settings, prevent_cse: bool | tuple[Any, ...] = True):
         self.found = found
         self.fun = found.fun
         self.settings = settings
-        options = dict(found.options)
-        numbers, names = options.get("static_argnums", ()), options.get("static_argnames", ())
-        # A user's jit stays round the function, with its shardings.
-        inner = leaving_modules(found.fun if found.is_plain else jax.jit(found.fun, **options))
-        self.static = StaticArguments(inner, numbers, names, optional=not found.is_plain)
+        self.prevent_cse = prevent_cse
+        self.static = _statics_of(found)
         self.delegate: AdaptedFunction | None = None
 
     def for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
@@ -244,8 +315,12 @@ class _Checkpointed:
         if not self.found.is_plain or not takes_equinox_modules(args, kwargs):
             return None
         if self.delegate is None:
-            self.delegate = through_equinox(self.fun, {}, lambda found: _Checkpointed(found, self.settings))
+            self.delegate = through_equinox(self.fun, {}, self.again)
         return self.delegate
+
+    def again(self, found: compat.JitDescription) -> _Checkpointed:
+        """Another function under the same options."""
+        return _Checkpointed(found, self.settings, self.prevent_cse)
 
     def __call__(self, *args, **kwargs) -> Any:
         if delegate := self.for_modules(args, kwargs):
@@ -254,17 +329,25 @@ class _Checkpointed:
         traced, captured = self.capture(jitted, dynamic, rest)
         leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves((dynamic, rest))]
         leaves = [*captured.closed_over, *leaves]
+        prevent_cse = self.prevent_cse_of(len(captured.closed_over), dynamic, rest)
         outcome = self.outcome(captured)
         # The function itself is not run again: it may update what it closes over.
         as_it_is = functools.partial(_as_it_is, captured.program)
-        if not outcome.differentiable:  # in reverse: jax.checkpoint knows what to do, and what to say
-            results = jax.checkpoint(as_it_is)(*leaves)
-        elif outcome.layout is None:
-            results = as_it_is(*leaves)
-        else:
+        if outcome.layout is not None:
             _warn_of_remat3()
-            results = write_segments(captured.program, outcome.layout, leaves)
+            results = write_segments(captured.program, outcome.layout, leaves, prevent_cse)
+        elif outcome.is_one_region:
+            results = jax.checkpoint(as_it_is, prevent_cse=prevent_cse)(*leaves)
+        else:
+            results = as_it_is(*leaves)
         return jax.tree.unflatten(traced.out_tree, results)
+
+    def prevent_cse_of(self, closed_over: int, args: tuple, kwargs: dict) -> bool | tuple[bool, ...]:
+        """For each leaf of a call whether it is read behind a barrier; not those that are closed over, as in JAX."""
+        if isinstance(self.prevent_cse, bool):
+            return self.prevent_cse
+        arguments = (args, kwargs) if kwargs else args
+        return (*(False,) * closed_over, *jax.tree.leaves(jax.tree.broadcast(self.prevent_cse, arguments)))
 
     def plan(self, *args, **kwargs) -> Plan:
         """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
@@ -306,7 +389,7 @@ class _Checkpointed:
 
     def outcome(self, captured: Captured) -> _Outcome:
         if captured.program.has_references:
-            return _Outcome(differentiable=False)
+            return _ONE_REGION  # jax.checkpoint knows what to do, and what to say
         settings = self.settings
         target = resolve_target(settings.target)
         asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
@@ -319,10 +402,11 @@ class _Checkpointed:
             # Where JAX fails, too, it says so to whom it concerns: when somebody asks for the derivative.
             if jax_differentiates(captured):
                 self.tell_of_failure(error)
-            return _Outcome(differentiable=False)
+            return _ONE_REGION
         if differentiated is None:
-            return _Outcome(differentiable=False)
-        return _Outcome(True, decide_checkpoint(differentiated, self.settings).layout)
+            return _ONE_REGION
+        decision = decide_checkpoint(differentiated, self.settings)
+        return _Outcome(decision.layout, decision.is_one_region)
 
     def tell_of_failure(self, error: Exception) -> None:
         name = getattr(self.fun, "__qualname__", None) or repr(self.fun)
@@ -350,6 +434,35 @@ class _Checkpointed:
 
     def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
         return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
+
+
+class _UnderPolicy:
+    """A function under `jax.checkpoint` with the user's policy."""
+
+    def __init__(self, found: compat.JitDescription, policy: Callable[..., Any], prevent_cse: bool | tuple[Any, ...]):
+        static = _statics_of(found)
+        self.fun = found.fun
+        self.inner = static.fun
+        self.policy = policy
+        self.static_names = static.argnames
+        self.recompute = functools.partial(
+            jax.checkpoint, policy=policy, prevent_cse=prevent_cse, static_argnums=static.argnums
+        )
+
+    def __call__(self, *args, **kwargs) -> Any:
+        static = {name: value for name, value in kwargs.items() if name in self.static_names}
+        dynamic = {name: value for name, value in kwargs.items() if name not in static}
+        return self.recompute(functools.partial(self.inner, **static) if static else self.inner)(*args, **dynamic)
+
+    def plan(self, *args, **kwargs) -> Any:
+        del args, kwargs
+        raise ValueError(
+            f"expected a function without a policy, got one with policy={self.policy!r}, which jax.checkpoint obeys: "
+            "nothing is planned. Write jax.ad_checkpoint.print_saved_residuals(fun, *args) to see what is saved, or "
+            "remat_opt.checkpoint(fun) without a policy for a plan"
+        )
+
+    explain = plan
 
 
 def _as_it_is(program: Program, *leaves: Any) -> list[Any]:

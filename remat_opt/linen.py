@@ -33,7 +33,7 @@ def remat(
     concrete: bool = False,
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
-    policy: None = None,
+    policy: Callable[..., Any] | None = None,
     methods: Sequence[str] | Mapping[str, Mapping[str, Any]] | None = None,
     *,
     budget: int | float | str | None = None,
@@ -53,9 +53,9 @@ def remat(
         variables: the collections that are lifted, as for `nn.remat`.
         rngs: the random streams that are lifted.
         concrete: as for `nn.remat`, where True is an error.
-        prevent_cse: taken for the sake of `nn.remat`'s signature; recomputation always stands behind barriers.
+        prevent_cse: as for `nn.remat`: False leaves out the barriers round recomputation.
         static_argnums: positions of arguments that are not arrays, `self` counted as 0.
-        policy: taken for the sake of `nn.remat`'s signature; it has to be None.
+        policy: as for `nn.remat`. It is obeyed, and nothing is searched.
         methods: names of the methods that are wrapped (default: `__call__`), or for each of them its options.
         budget: as for `remat_opt.checkpoint`, for each call of a method.
         target: the device to plan for.
@@ -65,12 +65,13 @@ def remat(
         keep_user_names: respect `nn.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
 
     Raises:
-        ValueError: a policy was given, or what `remat_opt.checkpoint` refuses.
+        ValueError: what `remat_opt.checkpoint` refuses.
     """
     options = {
         "variables": variables,
         "rngs": rngs,
         "concrete": concrete,
+        "prevent_cse": prevent_cse,
         "static_argnums": static_argnums,
         "policy": policy,
         "budget": budget,
@@ -80,7 +81,6 @@ def remat(
         "static_argnames": static_argnames,
         "keep_user_names": keep_user_names,
     }
-    del prevent_cse
     if isinstance(methods, Mapping):
         methods = {name: {"how": _for_lifting({**options, **given})} for name, given in methods.items()}
         return transforms.lift_transform(checkpoint, target_module, methods=methods)
@@ -88,10 +88,6 @@ def remat(
 
 
 def _for_lifting(options: dict[str, Any]) -> dict[str, Any]:
-    refuse_policy(options.pop("policy"), "nn.remat")
-    options.pop("prevent_cse", None)
-    if options.pop("concrete"):
-        raise NotImplementedError("expected concrete=False, as jax.checkpoint does; write static_argnums=… instead")
     numbers = options["static_argnums"]
     numbers = (numbers,) if isinstance(numbers, int) else tuple(numbers)
     # `self` is not passed to the lifted function.
@@ -99,15 +95,6 @@ def _for_lifting(options: dict[str, Any]) -> dict[str, Any]:
     lifted = {name: options.pop(name) for name in ("variables", "rngs")}
     del options["static_argnums"]
     return {**lifted, "static_argnums": static_argnums, "recompute": checkpointing.checkpoint(**options)}
-
-
-def refuse_policy(policy: Any, theirs: str) -> None:
-    """Raise where a user gives a policy to a function that finds it."""
-    if policy is not None:
-        raise ValueError(
-            f"expected no policy, got {policy!r}: remat_opt finds it. Write budget=… to keep more or less, or use "
-            f"flax's own {theirs} with a policy of yours"
-        )
 
 
 def checkpoint(fn: Callable[..., Any], how: dict[str, Any]) -> Callable[..., Any]:

@@ -18,8 +18,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from remat_opt.checkpointing import checkpoint
-from remat_opt.linen import refuse_policy
+from remat_opt.checkpointing import check_policy, checkpoint
 from remat_opt.plan import Plan
 from remat_opt.program.compat import JitDescription
 from remat_opt.resolving import resolve
@@ -33,7 +32,7 @@ def remat(
     *,
     prevent_cse: bool = True,
     static_argnums: int | tuple[int, ...] = (),
-    policy: None = None,
+    policy: Callable[..., Any] | None = None,
     graph: bool | None = None,
     graph_updates: bool | None = None,
     budget: int | float | str | None = None,
@@ -50,9 +49,9 @@ def remat(
 
     Args:
         f: a function, or a method, bound or not. Without it, a decorator with these options.
-        prevent_cse: taken for the sake of `nnx.remat`'s signature; recomputation always stands behind barriers.
+        prevent_cse: as for `nnx.remat`: False leaves out the barriers round recomputation.
         static_argnums: positions of arguments that are not arrays and decide what is traced.
-        policy: taken for the sake of `nnx.remat`'s signature; it has to be None.
+        policy: as for `nnx.remat`, which the result then is: nothing is searched.
         graph: as for `nnx.remat`: whether modules are taken as graphs or as trees.
         graph_updates: as for `nnx.remat`.
         budget: as for `remat_opt.checkpoint`, for each call.
@@ -63,11 +62,19 @@ def remat(
         keep_user_names: respect `nnx.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
 
     Raises:
-        ValueError: a policy was given, or what `remat_opt.checkpoint` refuses.
+        ValueError: `static_argnames` beside a policy, or what `remat_opt.checkpoint` refuses.
     """
-    refuse_policy(policy, "nnx.remat")
-    del prevent_cse
-    recompute = checkpoint(budget=budget, target=target, solver=solver, plan=plan, keep_user_names=keep_user_names)
+    options: dict[str, Any] = {"budget": budget, "target": target, "solver": solver, "plan": plan}
+    if policy is not None:
+        check_policy(policy, **options)
+        if static_argnames:
+            raise ValueError("expected no static_argnames beside a policy, as for nnx.remat; write static_argnums=…")
+        options = {"prevent_cse": prevent_cse, "static_argnums": static_argnums, "policy": policy}
+        by_flax = functools.partial(nnx.remat, **options, graph=graph, graph_updates=graph_updates)
+        return by_flax if f is _NOT_GIVEN else by_flax(f)
+    if not isinstance(prevent_cse, bool):
+        raise TypeError(f"expected prevent_cse to be True or False without a policy; got {prevent_cse!r}")
+    recompute = checkpoint(**options, prevent_cse=prevent_cse, keep_user_names=keep_user_names)
     statics = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     modes = {"graph": graph, "graph_updates": graph_updates}
     lift = functools.partial(

@@ -63,18 +63,22 @@ def is_repeatable(equation: Equation) -> bool:
     return not equation.effects and not is_stateful(equation.primitive, equation.params)
 
 
-def write_segments(program: Program, layout: Layout, arguments: Sequence[Any]) -> list[Any]:
+def write_segments(
+    program: Program, layout: Layout, arguments: Sequence[Any], prevent_cse: bool | Sequence[bool] = True
+) -> list[Any]:
     """Evaluate a program on arguments or tracers, with its segments under `jax.checkpoint`.
 
     Args:
         program: a function before differentiation, its custom derivative rules kept.
         layout: what becomes of its equations.
         arguments: one value for each input of the program.
+        prevent_cse: whether recomputation reads behind barriers; or for each argument whether it is read so, where
+            all that the program makes is.
 
     Returns:
         One value for each output of the program.
     """
-    return _Writer(program, layout).run(arguments)
+    return _Writer(program, layout, prevent_cse).run(arguments)
 
 
 def evaluate(program: Program, arguments: Sequence[Any], name: Callable[[int, Any], Any]) -> list[Any]:
@@ -90,9 +94,10 @@ def evaluate(program: Program, arguments: Sequence[Any], name: Callable[[int, An
 
 
 class _Writer:
-    def __init__(self, program: Program, layout: Layout):
+    def __init__(self, program: Program, layout: Layout, prevent_cse: bool | Sequence[bool]):
         self.program = program
         self.layout = layout
+        self.prevent_cse = prevent_cse
         self.can_name = compat.can_name()
         self.reads: dict[int, dict[int, None]] = {}  # for each equation not on demand the stored values it reads
         self.readers: dict[int, set[int]] = {}
@@ -184,11 +189,17 @@ class _Writer:
 
         names = sorted({self.layout.names[value] for value in segment.saved})
         policy = jax.checkpoint_policies.save_only_these_names(*names) if names else None
-        recompute = jax.checkpoint(segment_function, policy=policy)
+        recompute = jax.checkpoint(segment_function, policy=policy, prevent_cse=self.prevent_cse_of(covered))
         environment.update(zip(results, recompute(*(environment[value] for value in covered)), strict=True))
         named = set(makes) - named_inside
         for index in segment.equations:
             self.name(self.program.equations[index], named, environment)
+
+    def prevent_cse_of(self, values: Sequence[int]) -> bool | tuple[bool, ...]:
+        if isinstance(self.prevent_cse, bool):
+            return self.prevent_cse
+        of_inputs = dict(zip(self.program.inputs, self.prevent_cse, strict=True))
+        return tuple(of_inputs.get(value, True) for value in values)
 
     def boundary(self, segment: Segment) -> tuple[list[int], list[int]]:
         """Values that a segment reads from outside, and those that it makes for others."""
