@@ -245,7 +245,7 @@ class _Checkpointed:
         prepared, solution = decision.prepared, decision.solution
         problem, names, seconds = prepared.problem, prepared.names(solution.choice), dict(decision.seconds)
         liveness = problem.plain.liveness, solution.liveness
-        return explain(decision.plan, prepared.graph_as_given, problem.graph, *liveness, names, seconds)
+        return explain(decision.plan, prepared.plain_graph, problem.graph, *liveness, names, seconds)
 
     def capture(self, jitted: Any, args: tuple, kwargs: dict) -> tuple[Any, Captured]:
         keep = self.settings.keep_user_checkpoints

@@ -45,7 +45,5 @@ def unread(traced: Any, target: Target) -> Prepared:
     captured = Captured(traced, program, program, (False,) * len(avals), closed_over)
     graph = Graph(tuple(map(bytes_of, avals)), (), tuple(range(len(avals))))
     prepared = Prepared(captured, Bridge(graph, program, (), {}), target, {"graph": 0.0})
-    prepared.__dict__.update(
-        graph_as_given=graph, as_given=0, peak_in_order=0, fingerprint="unread", names=lambda choice: {}
-    )
+    prepared.__dict__.update(plain_graph=graph, plain_peak=0, fingerprint="unread", names=lambda choice: {})
     return prepared
