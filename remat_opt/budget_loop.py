@@ -131,6 +131,8 @@ class _BudgetLoop:
         limit = int(peak)
         while limit > 0:
             found = self.decider.search(limit)
+            if found.runs_as_given:  # it was compiled, or is too large; compilers order it otherwise than we do
+                found = self.decider.forms.in_our_order
             if found.peak > limit:
                 return None
             if not self.was_compiled(found):

@@ -21,6 +21,10 @@ from remat_opt.search import Solution, search_of
 from remat_opt.settings import Settings
 
 WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
+HINT = (
+    "(if there is no gradient in it, give optimize the whole training step, with jax.grad and the update, not the loss "
+    "alone)"
+)
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 TOO_CLOSE_ON_A_TPU = 0.5
@@ -64,11 +68,10 @@ def least_memory(decider: Decider) -> Decision:
     found = decider.search(None)
     if found.runs_as_given or found.peak > WORTH_WRITING * decider.given.plain_peak:
         found = decider.forms.in_our_order
+        if decider.compile is not None:  # compilers have an order of their own for the step as it was given
+            return by_the_compiler(decider, [found], compare_with_plain=True)
         if found.peak >= WORTH_WRITING * decider.given.plain_peak:
-            return decider.plain(
-                "nothing to gain: recomputing anything would not lower the peak (if there is no gradient in it, give "
-                "optimize the whole training step, with jax.grad and the update, not the loss alone)"
-            )
+            return decider.plain(f"nothing to gain: recomputing anything would not lower the peak {HINT}")
     candidates = [found]
     if decider.settings.budget.at_any_cost:
         candidates.insert(0, decider.search(0))
@@ -115,7 +118,7 @@ def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_wi
         return decider.decision(found, figures)
     return decider.plain(
         f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "
-        f"{plain.temp_bytes} for the step as it was given"
+        f"{plain.temp_bytes} for the step as it was given {HINT}"
     )
 
 

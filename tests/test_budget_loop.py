@@ -9,7 +9,7 @@ from remat_opt.budget_loop import MOST_COMPILATIONS, _BudgetLoop
 
 
 def candidate(peak: int, compiled: int, seconds: float, *, in_our_order: bool = False) -> SimpleNamespace:
-    found = SimpleNamespace(peak=peak, compiled=compiled, extra_seconds=seconds)
+    found = SimpleNamespace(peak=peak, compiled=compiled, extra_seconds=seconds, runs_as_given=False)
     found.prepared = SimpleNamespace(in_our_order=in_our_order)
     found.is_the_same_as = lambda other: other is found
     return found
@@ -54,7 +54,7 @@ def test_a_constant_error_is_learned_from_one_compilation(correction: float) -> 
 def test_an_error_that_changes_along_the_frontier_is_interpolated() -> None:
     every = [candidate(peak, 300 + peak // 4, (600 - peak) / 1000) for peak in range(599, 99, -5)]
     best, compiled = kept(every)
-    assert 0.97 * 440 <= best.compiled <= 440
+    assert 0.96 * 440 <= best.compiled <= 440
     assert len(compiled) <= MOST_COMPILATIONS
 
 
