@@ -364,9 +364,7 @@ class _Checkpointed:
         problem, names, seconds = prepared.problem, prepared.names(solution.choice), dict(decision.seconds)
         liveness = problem.plain.liveness, solution.liveness
         note = note_of_loops(prepared.captured.given)
-        return explain(
-            decision.plan, prepared.graph_as_given, problem.graph, *liveness, names, seconds, flops_note=note
-        )
+        return explain(decision.plan, prepared.plain_graph, problem.graph, *liveness, names, seconds, flops_note=note)
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""

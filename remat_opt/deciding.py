@@ -70,10 +70,11 @@ class Decider:
         self.compile = measure
         self.plain_figures: Figures | None = None
 
-    def search(self, limit: int | None, size: Callable[[Found], int] | None = None) -> Found:
+    def search(self, limit: int | None) -> Found:
+        """The fastest candidate within a predicted peak, or the least memory (None: for one more forward pass)."""
         started = time.perf_counter()
         with SearchProgress() as progress, watched_by(progress):
-            found = self.forms.least() if limit is None else self.forms.within(limit, size)
+            found = self.forms.least() if limit is None else self.forms.within(limit)
         self.spend("search", started)
         return found
 
@@ -98,29 +99,19 @@ class Decider:
         seconds = self.given.seconds
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
 
-    def foreseen(self, found: Found) -> int:
-        """Predicted peak in bytes of what is compiled."""
-        prepared = found.prepared
-        if found.runs_as_given:
-            return prepared.as_given
-        return prepared.as_written(found.solution) if prepared.can_be_foreseen else found.peak
-
     # Results
 
     def plain(self, note: str, figures: Figures | None = None) -> Decision:
         unchanged = self.given.unchanged
         return self.decision(Found(unchanged, unchanged.problem.plain), figures or self.plain_figures, note=note)
 
-    def decision(
-        self, found: Found, measured: Figures | None = None, note: str = "", *, as_searched: bool = False
-    ) -> Decision:
+    def decision(self, found: Found, measured: Figures | None = None, note: str = "") -> Decision:
         prepared, solution = found.prepared, found.solution
-        peak = found.peak if as_searched and not found.runs_as_given else self.foreseen(found)
         names = prepared.names(solution.choice)
         graph, given = prepared.bridge.graph, self.given.unchanged.bridge.graph
         predicted = Prediction(
-            plain_peak_bytes=prepared.as_given,
-            peak_bytes=peak,
+            plain_peak_bytes=prepared.plain_peak,
+            peak_bytes=found.peak,
             saved_bytes=sum(graph.sizes[value] for value in solution.choice.saved),
             flops=given.flops,
             extra_flops=found.extra_flops,

@@ -71,7 +71,5 @@ def unread(traced: Any, target: Target) -> Prepared:
     no_sizes = bool(compat.symbolic_inputs(traced))
     graph = Graph(tuple(0 if no_sizes else bytes_of(aval) for aval in avals), (), tuple(range(len(avals))))
     prepared = Prepared(captured, Bridge(graph, program, (), {}), target, {"graph": 0.0})
-    prepared.__dict__.update(
-        graph_as_given=graph, as_given=0, peak_in_order=0, fingerprint="unread", names=lambda choice: {}
-    )
+    prepared.__dict__.update(plain_graph=graph, plain_peak=0, fingerprint="unread", names=lambda choice: {})
     return prepared

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, WORTH_A_SECOND, LoopChoices, ways_to_write
 from remat_opt.pods import solve
@@ -27,9 +27,6 @@ LEVELS = 7  # of the memory of loops
 LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few forms are searched
 LEVELS_INSIDE = (0.75, 0.5, 0.25, 0.0)
-MOST_ASKED = 6  # times that the search is asked for a size that it does not know
-LEAST_STEP = 64  # part of a limit by which less is asked for where that changes nothing, which doubles
-CLOSE_TO_IT = 0.97  # above this part of a limit no more memory is tried
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -47,7 +44,7 @@ class Found:
     @property
     def peak(self) -> int:
         """Peak of temporary memory in bytes."""
-        return self.solution.peak
+        return self.prepared.plain_peak if self.runs_as_given else self.solution.peak
 
     @property
     def extra_seconds(self) -> float:
@@ -154,70 +151,20 @@ class Forms:
                     every = (Found(form, solution) for solution in self.frontier_of(form, 0))
                     yield min((one for one in every if one.extra_flops <= flops), key=lambda one: one.peak)
 
-    def within(self, limit: int, size: Callable[[Found], int] | None = None) -> Found:
-        """The least time with a size of at most `limit`, or the least size at any cost where nothing fits.
-
-        Args:
-            limit: bytes.
-            size: what a schedule is held to need, in bytes; by default its peak, as the search knows it.
-        """
-        size_of = size or (lambda found: found.peak)
-        # What a search knows has our order in any case.
-        smallest = self.in_our_order if size else None
-        best = smallest if smallest is not None and size_of(smallest) <= limit else None
+    def within(self, limit: int) -> Found:
+        """The least time with a peak of at most `limit` bytes, or the least peak at any cost where nothing fits."""
+        smallest = best = None
         for number, form in enumerate(self.all):
             if best is not None and form.extra_seconds >= best.extra_seconds:
                 break
             with part(number, len(self.all)):
-                tried = list(self.approaching(form, limit, size_of)) if size else [self.found(form, limit)]
-            for found in tried:
-                if size_of(found) <= limit and (best is None or found.extra_seconds < best.extra_seconds):
-                    best = found
-                if smallest is None or size_of(found) < size_of(smallest):
-                    smallest = found
+                found = self.found(form, limit)
+            if found.peak <= limit and (best is None or found.extra_seconds < best.extra_seconds):
+                best = found
+            if smallest is None or found.peak < smallest.peak:
+                smallest = found
         assert smallest is not None
         return best or smallest
-
-    def approaching(self, form: Prepared, limit: int, size_of: Callable[[Found], int]) -> Iterator[Found]:
-        """Schedules of one form whose size comes near a limit: the search, which knows another size (its own peak), is
-        asked for less while they are too large and for more while they fit."""
-        fits: tuple[int, int] | None = None  # a budget of the search, and the size of its answer
-        exceeds: tuple[int, int] | None = None
-        stuck = 0  # how often less was asked for and nothing was gained
-        asked = limit
-        for attempt in range(MOST_ASKED):
-            found = self.found(form, asked)
-            yield found
-            needed = size_of(found)
-            if needed <= limit:
-                fits = max(asked, found.peak), needed
-                if needed >= CLOSE_TO_IT * limit or found.solution.extra_seconds <= 0:
-                    return
-            elif found.peak > asked:  # it has no less, but in another order, with all that compilers can be told of it
-                if self.solver == "auto":
-                    yield Found(form, search_of(form.problem).most_barriers)
-                return
-            else:
-                stuck += exceeds is not None and 2 * (exceeds[1] - needed) < exceeds[0] - found.peak
-                exceeds = found.peak, needed
-            if exceeds is None:  # sizes may be of one of many devices: then their ratio counts
-                asked = max(found.peak + limit - needed, found.peak * limit // max(needed, 1))
-                continue
-            if fits is None:  # where a size stays as it is while the peak falls, less than is missing would not do
-                step = max(needed - limit, limit * 2**stuck // LEAST_STEP if stuck else 0)
-                asked = max(found.peak - step, 0)
-                continue
-            (low, small), (high, large) = fits, exceeds
-            if high - low <= (1 - CLOSE_TO_IT) * high:
-                return
-            guess = low + (high - low) * (limit - small) // (large - small)
-            margin = (high - low) // 8
-            # What exceeds may be much larger, as the step as it was given is: then guesses creep up from below.
-            asked = (low + high) // 2 if attempt % 2 else min(max(guess, low + margin), high - margin)
-
-    def least_at_any_cost(self) -> Found:
-        """The least memory."""
-        return self.within(0)
 
     def frontier(self, budgets: int) -> tuple[Found, ...]:
         """What no other schedule of any form beats in both memory and time, from the least memory to the least time.
@@ -232,7 +179,12 @@ class Forms:
         return pareto_front(every)
 
     def found(self, form: Prepared, limit: int | None) -> Found:
-        """What the search says of one form."""
+        """What the search says of one form; where nothing is recomputed and only our order keeps the limit, that."""
+        found = self._searched(form, limit)
+        is_ours = limit is not None and found.runs_as_given and found.solution.peak <= limit < found.peak
+        return Found(form.ordered, found.solution) if is_ours else found
+
+    def _searched(self, form: Prepared, limit: int | None) -> Found:
         problem = form.problem
         if limit is not None and self.solver == "auto" and search_of(problem).least_at_any_cost.peak > limit:
             return Found(form, search_of(problem).least_at_any_cost)

@@ -202,7 +202,7 @@ class OptimizedFunction:
         prepared, solution = decision.prepared, decision.solution
         return explain(
             decision.plan,
-            prepared.graph_as_given,
+            prepared.plain_graph,
             prepared.problem.graph,
             prepared.unchanged.problem.plain.liveness,
             solution.liveness,

@@ -7,24 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from remat_opt.compilers.tpu import ON_CHIP
+from remat_opt.budget_loop import keep_budget
 from remat_opt.deciding import Decider, Decision, Measure, versions
 from remat_opt.forms import Found
 from remat_opt.graph.derive import Choice
-from remat_opt.least import WORTH_WRITING, least_foreseen
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.peak import why_nothing_is_gained
 from remat_opt.plan import Plan, PlanError, check_fit, check_loops
 from remat_opt.prepared import Prepared
 from remat_opt.program.names import name_values
-from remat_opt.promises import keep_budget
 from remat_opt.search import Solution, search_of
 from remat_opt.settings import Settings
 
+WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 TOO_CLOSE_ON_A_TPU = 0.5
+ON_CHIP = 112 * 2**20  # bytes of a TPU's own memory for arrays: of smaller steps the compiler decides what lies there
 
 
 def decide(prepared: Prepared, settings: Settings, measure: Measure | None) -> Decision:
@@ -55,30 +55,27 @@ def run_as_given(prepared: Prepared, settings: Settings, note: str) -> Decision:
 
 
 def decision_of(found: Found, settings: Settings) -> Decision:
-    """The decision for a schedule that was found elsewhere; nothing is compiled, and its peak is the search's."""
-    return Decider(found.prepared.given or found.prepared, settings, None).decision(found, as_searched=True)
+    """The decision for a schedule that was found elsewhere; nothing is compiled."""
+    return Decider(found.prepared.given or found.prepared, settings, None).decision(found)
 
 
 def least_memory(decider: Decider) -> Decision:
     """The least memory for at most one more forward pass, or two; see `Forms.least`."""
     found = decider.search(None)
-    if found.runs_as_given or found.peak > WORTH_WRITING * decider.given.peak_in_order:
+    if found.runs_as_given or found.peak > WORTH_WRITING * decider.given.plain_peak:
         found = decider.forms.in_our_order
-        if decider.foreseen(found) >= WORTH_WRITING * decider.given.as_given:
-            return decider.plain(why_nothing_is_gained(decider.given.bridge))
-    else:
-        found = least_foreseen(decider, found)
+        if decider.compile is not None:  # compilers have an order of their own for the step as it was given
+            return by_the_compiler(decider, [found], compare_with_plain=True)
+        if found.peak >= WORTH_WRITING * decider.given.plain_peak:
+            return decider.plain(
+                "nothing to gain: recomputing anything would not lower the peak "
+                f"({why_nothing_is_gained(decider.given.bridge)})"
+            )
     candidates = [found]
     if decider.settings.budget.at_any_cost:
         candidates.insert(0, decider.search(0))
     if decider.compile is None:
-        found = min(candidates, key=lambda one: one.peak)
-        if decider.foreseen(found) > WORTH_WRITING * decider.given.as_given:
-            return decider.plain(
-                "nothing to gain: a compiler is foreseen to need as much for the rewritten step as for the step as it "
-                "was given (not compiled while planning; verify=True asks the compiler)"
-            )
-        return decider.decision(found)
+        return decider.decision(min(candidates, key=lambda one: one.peak))
     clear = is_clear(decider, found)
     if clear and candidates[0].is_the_same_as(found):
         return decider.decision(found)
@@ -92,10 +89,10 @@ def is_clear(decider: Decider, found: Found) -> bool:
     if given.captured.program.entered_checkpoints:
         return False
     is_tpu = given.target.platform == "tpu"
-    if is_tpu and given.as_given <= ON_CHIP:  # which arrays lie there is hardest to foresee, and decides
+    if is_tpu and given.plain_peak <= ON_CHIP:
         return False
     part = TOO_CLOSE_ON_A_TPU if is_tpu else TOO_CLOSE_TO_CALL
-    return found.peak <= part * given.peak_in_order and decider.foreseen(found) <= part * given.as_given
+    return found.peak <= part * given.plain_peak
 
 
 def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:
@@ -120,7 +117,7 @@ def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_wi
         return decider.decision(found, figures)
     return decider.plain(
         f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "
-        f"{plain.temp_bytes} for the step as it was given"
+        f"{plain.temp_bytes} for the step as it was given ({why_nothing_is_gained(decider.given.bridge)})"
     )
 
 

@@ -8,9 +8,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-
-from remat_opt.compilers.model import allocated_by, compiled
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
@@ -24,10 +21,8 @@ from remat_opt.program.fingerprint import fingerprint
 from remat_opt.program.inline import Program, inline
 from remat_opt.program.names import name_values
 from remat_opt.search import Problem, Solution
-from remat_opt.targets import Target, reports_gaps_twice
+from remat_opt.targets import Target
 from remat_opt.write.train_step import write
-
-MOST_FORESEEN = 30_000  # equations
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -166,60 +161,22 @@ class Prepared:
         return self.given.fingerprint if self.given else fingerprint(self.captured.program)
 
     @functools.cached_property
-    def graph_as_given(self) -> Graph:
-        """The step as it was given, as the target's compiler runs it; of a very large one as the search sees it."""
+    def plain_graph(self) -> Graph:
+        """The original step, with the user's own checkpoints where the target's compiler honours them."""
         if self.given:
-            return self.given.graph_as_given
-        return self.problem.kept("graph as given", self._read_as_given)  # once for all copies of the same step
+            return self.given.plain_graph
+        return self.problem.kept("plain graph", self._read_plain)  # once for all copies of the same step
 
-    def _read_as_given(self) -> Graph:
-        if not self.can_be_foreseen:
-            return self.bridge.graph
-        program = self.captured.given
-        if program.entered_checkpoints and not compat.expands_barriers(self.target.platform):
-            closed = compat.without_dead_code(self.captured.traced.jaxpr)
-            program = inline(closed, with_barriers=True, keep_names=False)
-        return self._compiled(program)
+    def _read_plain(self) -> Graph:
+        if self.captured.given.entered_checkpoints and not compat.expands_barriers(self.target.platform):
+            program = inline(compat.without_dead_code(self.captured.traced.jaxpr), merge_checkpoints=False)
+            return _bridge(program, self.captured, self.target, keep_scatters=True).graph
+        return self.unchanged.bridge.graph
 
     @functools.cached_property
-    def as_given(self) -> int:
-        """Predicted peak in bytes of the step as it was given."""
-        if self.given:
-            return self.given.as_given
-        size_of = self._allocated if self.can_be_foreseen else peak_of
-        return self.problem.kept("as given", lambda: size_of(self.graph_as_given))
-
-    @functools.cached_property
-    def peak_in_order(self) -> int:
-        """What the search's answers are compared with: its own peak in bytes for the step in the order given."""
-        return peak_of(self.unchanged.bridge.graph)
-
-    @property
-    def can_be_foreseen(self) -> bool:
-        """Whether the compilers' model reads the step as it is written: a very large one takes it long, and for that
-        the search's own peak stands."""
-        return len(self.captured.program.equations) <= MOST_FORESEEN
-
-    def graph_as_written(self, solution: Solution) -> Graph:
-        """The step as `emit` writes it for a solution, as the target's compiler runs it."""
-        closed = jax.make_jaxpr(lambda *arguments: self.emit(solution, arguments))(*self.captured.input_avals)
-        program = inline(closed, with_barriers=True, keep_names=False)
-        return self._compiled(program, saving_memory=True)
-
-    def as_written(self, solution: Solution) -> int:
-        """Predicted peak in bytes of the step as it is written for a solution."""
-        known = self.problem.memo.setdefault("as written", {})  # with the problem, so that no trace outlives its step
-        if solution.schedule not in known:
-            known[solution.schedule] = self._allocated(self.graph_as_written(solution))
-        return known[solution.schedule]
-
-    def _allocated(self, graph: Graph) -> int:
-        """What the target's compiler reports as allocated for a graph."""
-        platform = self.target.platform
-        return allocated_by(graph, platform, gaps_twice=reports_gaps_twice(platform))
-
-    def _compiled(self, program: Program, **options: Any) -> Graph:
-        return compiled(program, self.rates, self.captured.donated, platform=self.target.platform, **options)
+    def plain_peak(self) -> int:
+        """Predicted peak of the original step, in bytes."""
+        return peak_of(self.plain_graph)
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -236,7 +193,7 @@ class Prepared:
 
     @functools.cached_property
     def _every_name(self) -> dict[int, str]:
-        """Names of all values: each schedule that is foreseen asks for some."""
+        """Names of all values."""
         program = self.bridge.program
         return name_values(program, range(len(program.avals)))
 

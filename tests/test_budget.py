@@ -18,6 +18,7 @@ import remat_opt.optimized
 from remat_opt import InfeasibleBudget, Plan, RematWarning, optimize
 from remat_opt.budget import Budget, parse_budget
 from remat_opt.deciding import Decider
+from remat_opt.forms import Found
 from remat_opt.search import SOLVERS
 from remat_opt.targets.figures import Figures
 
@@ -240,21 +241,18 @@ def test_the_compiler_is_asked_about_what_fits_on_a_tpus_chip(
         temp_bytes = 1000 if found is None else 1100
         return Figures(temp_bytes, 0, 0, 0, 0, None, 0.0, target, "", "", autotuned=False)
 
-    monkeypatch.setattr(Decider, "foreseen", lambda decider, found: int(0.3 * decider.given.as_given))
+    monkeypatch.setattr(Found, "peak", property(lambda found: int(0.3 * found.prepared.plain_peak)))
     monkeypatch.setattr(Decider, "measure", more_than_as_given)
     assert optimize(step, target=target).plan(PARAMS, X).is_plain is asked
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_hundredth_is_no_gain_by_whoever_has_the_last_word(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def foreseen(decider: Decider, found: Any) -> int:
-        return int(0.99 * decider.given.as_given)
-
     def compiled_to(decider: Decider, found: Any) -> Any:
         temp_bytes = 1000 if found is None else 990
         return Figures(temp_bytes, 0, 0, 0, 0, None, 0.0, "cpu", "", "", autotuned=False)
 
-    monkeypatch.setattr(Decider, "foreseen", foreseen)
+    monkeypatch.setattr(Found, "peak", property(lambda found: int(0.99 * found.prepared.plain_peak)))
     monkeypatch.setattr(Decider, "measure", compiled_to)
     plan = optimize(step, verify=verify).plan(PARAMS, X)
     assert plan.is_plain

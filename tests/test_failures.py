@@ -29,7 +29,6 @@ STAGES = {
     "loops": "remat_opt.forms.ways_to_write",
     "writing loops": "remat_opt.prepared.write_loops",
     "search": "remat_opt.forms.Forms.found",
-    "model of compilers": "remat_opt.prepared.compiled",
     "names": "remat_opt.prepared.name_values",
     "fingerprint": "remat_opt.prepared.fingerprint",
     "writing": "remat_opt.prepared.write",

@@ -204,8 +204,7 @@ def test_the_text_fits_a_terminal_and_shows_both_curves(explanation: Explanation
 def test_the_curves_peak_where_the_plan_says(explanation: Explanation) -> None:
     predicted = explanation.plan.predicted
     assert explanation.before.peak == predicted.plain_peak_bytes
-    # The curve is the schedule's own; the prediction is of what the compiler makes of it, in an order of its own.
-    assert explanation.after.peak == pytest.approx(predicted.peak_bytes, rel=0.4)
+    assert explanation.after.peak == predicted.peak_bytes
     assert explanation.before.seconds == pytest.approx(predicted.seconds, rel=0.01)
     assert explanation.after.seconds == pytest.approx(predicted.seconds + predicted.extra_seconds)
 

@@ -20,7 +20,6 @@ MAY_IMPORT = {
     "program": {"program"},
     "graph": {"graph"},
     "search": {"search", "graph"},
-    "compilers": {"compilers", "program", "graph"},
     "loops": {"loops", "program", "graph"},
     "write": {"write", "program", "graph"},
     "targets": {"targets", "program.compat", "program.scopes"},

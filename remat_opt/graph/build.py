@@ -104,7 +104,7 @@ def build(
         if masks.intersection(equation.outputs):  # stored, with all that it is made of fused into it
             kind = Kind.REDUCTION
         if (inputs, space, kind) != (op.inputs, op.workspace, op.kind):
-            op = op.but(inputs=inputs, workspace=space, kind=kind)
+            op = dataclasses.replace(op, inputs=inputs, workspace=space, kind=kind)
         ops.append(op)
         equation_of.append(index)
     sizes = [bytes_of(aval) for aval in program.avals]
@@ -120,7 +120,7 @@ def build(
     )
     fusion = fuse(unfused, with_sums=True)
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
-        counted = (op.but(seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
+        counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
         fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=tuple(counted)))
     if platform == "tpu":
         fusion = dataclasses.replace(fusion, graph=_in_tiles(fusion.graph, program))

@@ -8,12 +8,7 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
    buffers they are computed from, their *sources*.
 3. A virtual value is a buffer after all where fusing it would move more bytes than storing it. With c readers and
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
-   the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has. Where kernels are
-   counted, as for TPUs, a source that a kernel reads for something else, too, costs nothing there; and a value of one
-   array, as a mask is, is made again for each op that reads it as if that was one kernel (`InstructionFusion` copies
-   what is effectively unary wherever it is read). Where both move as much, as for a value that is made of two and that
-   three kernels read, one that takes dear arithmetic is stored. And of what a slice is cut from its readers read
-   no more than the slice, so that it is never stored for their sake.
+   the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
    size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
    the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
@@ -29,7 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Mapping, Sequence, Set
+from collections.abc import Container, Iterable, Sequence
 from typing import NamedTuple
 
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -39,20 +34,7 @@ SPREADING = frozenset({"broadcast_in_dim", "iota"})
 OF_PIECES = frozenset({"pad", "concatenate"})
 # Read at other places than they are written.
 MOVING = frozenset({"slice", "dynamic_slice", "gather", "rev", "transpose", *SPREADING, *OF_PIECES})
-_STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE, Kind.BARRIER)
-
-
-def reads_buffers(op: Op) -> bool:
-    """Whether the operands of an op are buffers."""
-    return op.kind in _STORED_OPERANDS or op.of_buffers
-
-
-def held_by(graph: Graph, op: Op) -> frozenset[int]:
-    """Buffers that an op reads behind a barrier, where nobody knows what made them."""
-    behind = graph.behind_barriers
-    if behind.keys().isdisjoint(op.inputs):
-        return frozenset()
-    return frozenset(held for value in op.inputs for held in behind.get(value, ()))
+_STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
 
 
 def materialised(graph: Graph) -> list[bool]:
@@ -60,7 +42,7 @@ def materialised(graph: Graph) -> list[bool]:
     return _stored(graph, None)
 
 
-def stored_by_kind(graph: Graph) -> list[bool]:
+def _stored_by_kind(graph: Graph) -> list[bool]:
     """For each value, whether it is a buffer whatever it costs: what ops of some kinds make or read, and what the step
     is given and returns."""
     stored = [False] * len(graph.sizes)
@@ -70,26 +52,23 @@ def stored_by_kind(graph: Graph) -> list[bool]:
         if op.kind is not Kind.ELEMENTWISE or not op.repeatable:
             for value in op.outputs:
                 stored[value] = True
-        if reads_buffers(op):
+        if op.kind in _STORED_OPERANDS:
             for value in op.inputs:
                 stored[value] = True
     return stored
 
 
-def _stored(graph: Graph, sums: set[int] | None, by_kernels: bool = False) -> list[bool]:
+def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
     """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
     if graph.fused:
         return [True] * len(graph.sizes)
-    stored = stored_by_kind(graph)
-    _store_what_is_dear_to_fuse(graph, stored, sums, kernels_of(graph, stored) if by_kernels else None)
+    stored = _stored_by_kind(graph)
+    _store_what_is_dear_to_fuse(graph, stored, sums)
     return stored
 
 
-def _store_what_is_dear_to_fuse(
-    graph: Graph, stored: list[bool], sums: set[int] | None, kernels: Sequence[frozenset[int]] | None
-) -> None:
+def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
     sources: dict[int, frozenset[int]] = {}
-    dear = set[int]()  # virtual values that take much arithmetic
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
     passed_on, waits = (_passed_on(graph), _waiting(graph)) if sums is not None else ([], [])
     for index, op in enumerate(graph.ops):
@@ -99,9 +78,9 @@ def _store_what_is_dear_to_fuse(
         for value in op.outputs:
             if stored[value]:
                 continue
-            is_dear = op.dear or not dear.isdisjoint(op.inputs)
-            spared = _spared_if_stored(graph, stored, kernels, sources, op, value)
-            if spared > 0 or (spared == 0 and is_dear and kernels is not None) or len(read) > MOST_SOURCES:
+            readers, size = len(graph.users[value]), graph.sizes[value]
+            moved = sum(graph.sizes[source] for source in read)
+            if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
             elif (
                 sums is not None
@@ -112,54 +91,8 @@ def _store_what_is_dear_to_fuse(
                 sums.add(value)
             else:
                 sources[value] = read
-                if is_dear:
-                    dear.add(value)
                 for source in read:
                     made_of.setdefault(source, [source]).append(value)
-
-
-def _spared_if_stored(
-    graph: Graph,
-    stored: Sequence[bool],
-    kernels: Sequence[frozenset[int]] | None,
-    sources: Mapping[int, frozenset[int]],
-    op: Op,
-    value: int,
-) -> int:
-    """Rule 3, of an elementwise op's result: bytes that are not moved if it is stored (with `kernels`, as they
-    count)."""
-    users, size = graph.users[value], graph.sizes[value]
-    sources_of = [sources.get(one, frozenset([one])) for one in op.inputs]
-    read = frozenset().union(*sources_of)
-    moved = sum(graph.sizes[source] for source in read)
-    if kernels is None:
-        return len(users) * moved - moved - (1 + len(users)) * size
-    if op.name == "slice":
-        return -size  # who reads it reads that much of what it is cut from
-    readers = frozenset().union(*(kernels[user] for user in users))
-    large = sum(any(graph.sizes[source] >= size for source in found) for found in sources_of)
-    count = len(readers) if large > 1 else min(len(readers), len(users))
-    at_most = count * moved - moved - (1 + count) * size
-    return at_most - _read_anyhow(graph, stored, readers, value, read) if at_most >= 0 else at_most
-
-
-def _read_anyhow(
-    graph: Graph, stored: Sequence[bool], kernels: Iterable[int], value: int, sources: Container[int]
-) -> int:
-    """Bytes of a value's sources that the kernels which read it read for something else, too."""
-    found = 0
-    for kernel in kernels:
-        reached, waiting = {value}, list(graph.ops[kernel].inputs)
-        while waiting:
-            one = waiting.pop()
-            if one in reached:
-                continue
-            reached.add(one)
-            if stored[one]:
-                found += graph.sizes[one] * (one in sources)
-            elif graph.producer[one] >= 0:
-                waiting += graph.ops[graph.producer[one]].inputs
-    return found
 
 
 def _passed_on(graph: Graph) -> list[bool]:
@@ -173,7 +106,7 @@ def _passed_on(graph: Graph) -> list[bool]:
     return found
 
 
-def there_from(graph: Graph) -> list[int]:
+def _there_from(graph: Graph) -> list[int]:
     """For each value the last op other than elementwise work that has to run before it can be made; -1 for none."""
     there = [-1] * len(graph.sizes)
     for index, op in enumerate(graph.ops):
@@ -190,7 +123,7 @@ def _ready(op: Op, index: int, there: Sequence[int]) -> int:
 def _waiting(graph: Graph) -> list[bool]:
     """For each value, whether who reads it waits for something else: so does a part of a sum for the rest, as the
     gradient is one of a weight that is used in many places."""
-    there, found = there_from(graph), [False] * len(graph.sizes)
+    there, found = _there_from(graph), [False] * len(graph.sizes)
     for index, op in enumerate(graph.ops):
         ready = _ready(op, index, there)
         for value in op.inputs:
@@ -231,104 +164,45 @@ class Fusion:
     sums: frozenset[int] = frozenset()
 
 
-def fuse(
-    graph: Graph,
-    *,
-    with_sums: bool = False,
-    by_kernels: bool = False,
-    cut_from_buffers: bool = False,
-    copied: frozenset[int] = frozenset(),
-    moving: Set[str] = MOVING,
-) -> Fusion:
+def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
     """Merge virtual values into the kernels that read them, by rules 1 to 3.
 
     Args:
         graph: what `Fusion` is made of.
         with_sums: rule 4 holds, too.
-        by_kernels: rule 3 counts ops that read a value and are parts of one kernel once.
-        cut_from_buffers: a slice that is stored is computed in no kernel with what it is cut from, and none is where
-            anything else reads that, too.
-        copied: as of `merge`; of these, those that are stored.
-        moving: as of `merge`.
     """
     sums: set[int] = set()
-    stored = _stored(graph, sums if with_sums else None, by_kernels)
-    for op in reversed(graph.ops) if cut_from_buffers else ():
-        if op.name == "slice" and (any(stored[value] for value in op.outputs) or _is_one_of_several(graph, op)):
-            stored[op.inputs[0]] = True
-    return merge(graph, stored, frozenset(value for value in copied if stored[value]), frozenset(sums), moving)
-
-
-def _is_one_of_several(graph: Graph, op: Op) -> bool:
-    """Whether an op's first operand has other readers, too, as far as anybody reads what they make."""
-    is_read = [any(graph.users[value] for value in graph.ops[user].outputs) for user in graph.users[op.inputs[0]]]
-    return sum(is_read) > 1 and any(graph.users[value] for value in op.outputs)
-
-
-def kernels_of(graph: Graph, stored: Sequence[bool]) -> list[frozenset[int]]:
-    """For each op the kernels that it is computed in, by the ops whose results these store."""
-    kernels: list[frozenset[int]] = [frozenset()] * len(graph.ops)
-    for index in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[index]
-        if op.kind is not Kind.ELEMENTWISE or any(stored[value] for value in op.outputs):
-            kernels[index] = frozenset([index])
-        else:
-            kernels[index] = frozenset().union(*(kernels[user] for value in op.outputs for user in graph.users[value]))
-    return kernels
-
-
-def merge(
-    graph: Graph,
-    stored: Sequence[bool],
-    copied: frozenset[int] = frozenset(),
-    sums: frozenset[int] = frozenset(),
-    moving: Set[str] = MOVING,
-) -> Fusion:
-    """Merge values that are not stored into the kernels that read them.
-
-    Args:
-        graph: what `Fusion` is made of.
-        stored: for each value whether it is a buffer.
-        copied: buffers that only readers of buffers read, and what reads them behind a barrier: all others compute them
-            again from what they are made of.
-        sums: as of `Fusion`.
-        moving: names of ops that read their operands at other places than they write.
-    """
+    stored = _stored(graph, sums if with_sums else None)
     made: dict[int, _Virtual] = {}
     virtual: dict[int, int] = {}
     arithmetic = _DearArithmetic()
     kernels: list[Op] = []
     op_of: list[int] = []
     for index, op in enumerate(graph.ops):
-        whole = copied if reads_buffers(op) else copied & held_by(graph, op) if copied else ()
-        read = {value: _BUFFER if value in whole else made.get(value, _BUFFER) for value in op.inputs}
+        read = {value: made.get(value, _BUFFER) for value in op.inputs}
         computed = [one for one in read.values() if one is not _BUFFER]
         inputs = _each_once((value,) if one is _BUFFER else one.sources for value, one in read.items())
         chain = _each_once(one.chain for one in computed)
-        moved = inputs if op.name in moving else _each_once(one.moved for one in computed)
-        own_rows = (made[value].sources if value in made else (value,) for value in op.rows_of)
-        rows = _each_once((*own_rows, *(one.rows for one in computed)))
-        by_dear, beside = arithmetic.of(op, whole)
-        is_virtual = bool(op.outputs) and not any(stored[value] for value in op.outputs)
-        for value in op.outputs:
-            if is_virtual or value in copied:
-                made[value] = _Virtual(inputs, (*chain, index), moved, rows)
+        moved = inputs if op.name in MOVING else _each_once(one.moved for one in computed)
+        by_dear, beside = arithmetic.of(op)
+        if op.outputs and not any(stored[value] for value in op.outputs):
+            for value in op.outputs:
+                made[value] = _Virtual(inputs, (*chain, index), moved)
                 arithmetic.reads[value] = by_dear, beside
-        if is_virtual:
             virtual.update(dict.fromkeys(op.outputs, index))
             continue
-        kernel = op.but(
+        kernel = dataclasses.replace(
+            op,
             inputs=inputs,
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
             dear_of=tuple(value for value in inputs if value in by_dear and value in beside),
             moved_of=moved,
-            rows_of=rows,
         )
         kernels.append(kernel)
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)
-    return Fusion(fused, tuple(op_of), virtual, sums)
+    return Fusion(fused, tuple(op_of), virtual, frozenset(sums))
 
 
 class _Virtual(NamedTuple):
@@ -338,16 +212,14 @@ class _Virtual(NamedTuple):
         sources: buffers that it is made of.
         chain: ops that make it from these.
         moved: sources that lie at other places.
-        rows: sources whose rows are reduced, too.
     """
 
     sources: tuple[int, ...]
     chain: tuple[int, ...]
     moved: tuple[int, ...]
-    rows: tuple[int, ...]
 
 
-_BUFFER = _Virtual((), (), (), ())
+_BUFFER = _Virtual((), (), ())
 
 
 def _each_once(lists: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
@@ -360,14 +232,11 @@ class _DearArithmetic:
     def __init__(self):
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 
-    def of(self, op: Op, whole: Container[int]) -> tuple[frozenset[int], frozenset[int]]:
+    def of(self, op: Op) -> tuple[frozenset[int], frozenset[int]]:
         """What an elementwise op's result is made of by dear arithmetic, and what without."""
         if op.kind is not Kind.ELEMENTWISE:
             return frozenset(), frozenset()
-        read = [
-            (frozenset(), frozenset([value])) if value in whole or value not in self.reads else self.reads[value]
-            for value in op.inputs
-        ]
+        read = [self.reads.get(value, (frozenset(), frozenset([value]))) for value in op.inputs]
         by_dear = frozenset().union(*(one for one, _ in read))
         beside = frozenset().union(*(other for _, other in read))
         return (by_dear | beside, frozenset()) if op.dear else (by_dear, beside)

@@ -10,9 +10,8 @@ import dataclasses
 import enum
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,9 +22,7 @@ class Kind(enum.Enum):
     ELEMENTWISE = "elementwise"  # fused into its users: neither operands nor results need buffers of their own
     REDUCTION = "reduction"  # its producers are fused into it; its result is a buffer
     CONTRACTION = "contraction"  # a library convolution or product: operands and results are buffers
-    PRODUCT = "product"  # a contraction into which elementwise operands are fused; its result is a buffer
     OPAQUE = "opaque"  # loops, sorts, calls, …: operands and results are buffers
-    BARRIER = "barrier"  # runs nothing; its operands are buffers, and behind it nobody knows what made them
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,15 +41,6 @@ class Op:
         dear: elementwise, but too much arithmetic to be done in more than one kernel.
         dear_of: of a kernel, operands that it does dear arithmetic on and reads beside that, too.
         moved_of: of a kernel, operands that it reads at other places than it writes, as slices do.
-        rows_of: of a kernel, operands whose rows it reduces, too, before it writes.
-        written_over: of a product's or a library's kernel, operands that it reads at the places that it writes alone.
-        of_buffers: its operands are buffers although its kind does not ask for that.
-        of_views: it reads its operands as arrays of other shapes, by which a compiler loses sight of what made them.
-        changed_later: its result is changed afterwards where it lies, and so gets a place of its own.
-        in_tuple: its readers take its results out of a tuple, and so write over none of them.
-        tables: bytes of tables of addresses, which are there for all of the step: those in a loop's body, and that of
-            the results of a kernel that is known to have several.
-        inside: of a loop, what its workspace is made of: bytes of each buffer, and its first and last moment.
     """
 
     inputs: tuple[int, ...]
@@ -66,29 +54,6 @@ class Op:
     dear: bool = False
     dear_of: tuple[int, ...] = ()
     moved_of: tuple[int, ...] = ()
-    rows_of: tuple[int, ...] = ()
-    written_over: tuple[int, ...] = ()
-    of_buffers: bool = False
-    of_views: bool = False
-    changed_later: bool = False
-    in_tuple: bool = False
-    tables: int = 0
-    inside: tuple[tuple[int, int, int], ...] = ()
-
-    def but(self, **changes: Any) -> Op:
-        """A copy with other attributes, in half of the time that `dataclasses.replace` takes: the compilers' models
-        make a hundred thousand of them for a plan."""
-        made = object.__new__(Op)
-        for store, value in zip(_STORES, _values_of(self), strict=True):
-            store(made, value)
-        for name, value in changes.items():
-            object.__setattr__(made, name, value)
-        return made
-
-
-_ATTRIBUTES = tuple(field.name for field in dataclasses.fields(Op))
-_STORES = tuple(getattr(Op, name).__set__ for name in _ATTRIBUTES)
-_values_of = operator.attrgetter(*_ATTRIBUTES)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -168,12 +133,6 @@ class Graph:
             for value in dict.fromkeys(op.inputs):
                 users[value].append(index)
         return tuple(map(tuple, users))
-
-    @functools.cached_property
-    def behind_barriers(self) -> dict[int, tuple[int, ...]]:
-        """For each value that comes out of a barrier what goes into it."""
-        barriers = (op for op in self.ops if op.kind is Kind.BARRIER)
-        return {value: op.inputs for op in barriers for value in op.outputs}
 
     @functools.cached_property
     def operands(self) -> tuple[tuple[int, ...], ...]:

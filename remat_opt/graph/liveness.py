@@ -165,11 +165,6 @@ def bytes_live(size: np.ndarray, birth: np.ndarray, death: np.ndarray, end: int)
     return np.cumsum(change.astype(np.int64))[: end + 1]
 
 
-def most_live(size: np.ndarray, birth: np.ndarray, death: np.ndarray) -> int:
-    """The most bytes of some buffers that are live at one position; arguments as of `bytes_live`."""
-    return int(bytes_live(size, birth, death, int(death.max(initial=0))).max(initial=0))
-
-
 def peak_of(graph: Graph) -> int:
     """Bytes that are live at most in a step that runs its ops in the graph's order."""
     return simulate(graph, save_everything(graph)).peak if graph.ops else 0

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from remat_opt.graph.build import bytes_of
-from remat_opt.loops.body import Loop, is_loop, read_loop, slice_back, stateful_results
+from remat_opt.loops.body import Loop, is_loop, read_loop, stateful_results
 from remat_opt.program import compat
 from remat_opt.program.inline import Constant, Equation, Program
 
@@ -65,12 +65,6 @@ class Pair:
     def never_repeated(self) -> frozenset[int]:
         """Values of the forward body that have to be saved because they must not be computed twice."""
         return stateful_results(self.forward)
-
-    @functools.cached_property
-    def depends_on_carry(self) -> bool:
-        """Whether a recomputation of the residuals has to start from the carry."""
-        reads = slice_back(self.forward, self.residuals, {*self.given, *self.never_repeated}).reads
-        return not reads.isdisjoint(self.forward.body_carry)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

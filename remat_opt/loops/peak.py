@@ -12,15 +12,14 @@ MOST_OF_THE_PEAK = 0.5  # the part of a step's peak from which on a loop's body 
 
 
 def why_nothing_is_gained(bridge: Bridge) -> str:
-    """The note for a user whose step needs as much memory however it is written.
+    """What a user can do about a step that needs as much memory however it is written.
 
     Args:
         bridge: the step as it was given, with its graph.
     """
-    return "nothing to gain: " + (
-        _loop_left_at_the_peak(bridge)
-        or "recomputing anything would not lower the peak (if there is no gradient in it, give optimize the whole "
-        "training step, with jax.grad and the update, not the loss alone)"
+    return _loop_left_at_the_peak(bridge) or (
+        "if there is no gradient in it, give optimize the whole training step, with jax.grad and the update, not the "
+        "loss alone"
     )
 
 

@@ -113,14 +113,6 @@ def bind_remat(jaxpr: Any, inputs: Sequence[Any], through_barrier: Sequence[bool
     return remat_p.bind(*inputs, jaxpr=jaxpr, prevent_cse=prevent_cse, differentiated=True, policy=policy)
 
 
-def covered_by_barrier(params: dict[str, Any], count: int) -> tuple[bool, ...]:
-    """Which inputs of a `remat_p` equation its lowering takes through the `optimization_barrier`."""
-    prevents = params["prevent_cse"]
-    if not params["differentiated"]:
-        return (False,) * count
-    return tuple(prevents) if isinstance(prevents, tuple) else (bool(prevents),) * count
-
-
 def expands_barriers(platform: str) -> bool:
     """Whether a platform's compiler takes barriers away before it merges equal work, so that a checkpoint saves nothing
     (JAX issue 19822: the CPU's, before jax 0.12; `targets/options.py` keeps it from doing so)."""

@@ -18,7 +18,7 @@ from jax.extend.core import primitives
 from remat_opt.program import compat
 from remat_opt.program.effects import communicates, is_stateful
 from remat_opt.program.scopes import recomputed_scope
-from remat_opt.program.unrolled import single_turn, unstacked
+from remat_opt.program.unrolled import unstacked
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -118,7 +118,7 @@ def inline(
     keep_checkpoints: bool = False,
     keep_rules: bool = False,
     keep_names: bool = True,
-    with_barriers: bool = False,
+    merge_checkpoints: bool = True,
 ) -> Program:
     """Flatten a closed jaxpr.
 
@@ -128,10 +128,10 @@ def inline(
         keep_rules: leave `custom_jvp` and `custom_vjp` calls as single equations, so that the program can still be
             differentiated as its author wants.
         keep_names: leave `checkpoint_name` equations; else they are taken out and listed in `Program.named`.
-        with_barriers: enter checkpoints as a compiler does that is told of them: what a region reads goes through a
-            barrier first, so that nothing in it is merged with what ran before. A loop of one turn is none to it.
+        merge_checkpoints: merge what the user's own checkpoints recompute with the first computation; else it stays, as
+            in a compiler that honours their barriers.
     """
-    return _Inliner(keep_checkpoints, keep_rules, keep_names, with_barriers).run(closed)
+    return _Inliner(keep_checkpoints, keep_rules, keep_names, merge_checkpoints).run(closed)
 
 
 # Which calls are entered: primitive -> function of the parameters that gives the jaxpr to enter, or None to leave it.
@@ -157,9 +157,9 @@ _ENTERED_RULES: dict[Any, Callable[[dict[str, Any]], Any | None]] = {
 
 
 class _Inliner:
-    def __init__(self, keep_checkpoints: bool, keep_rules: bool, keep_names: bool, with_barriers: bool):
+    def __init__(self, keep_checkpoints: bool, keep_rules: bool, keep_names: bool, merge_checkpoints: bool):
         self.keep_checkpoints = keep_checkpoints
-        self.with_barriers = with_barriers
+        self.merge_checkpoints = merge_checkpoints
         self.rules = _ENTERED if keep_rules else _ENTERED | _ENTERED_RULES
         self.keep_names = keep_names
         self.named: list[tuple[str, int | Constant]] = []
@@ -232,31 +232,19 @@ class _Inliner:
             return None if keep else equation.params["jaxpr"]
         if equation.primitive is compat.unstack_p:
             return unstacked(*equation.invars, **equation.params)
-        if self.with_barriers and equation.primitive is primitives.scan_p and equation.params["length"] == 1:
-            return single_turn(equation)
         rule = self.rules.get(equation.primitive)
         return None if rule is None else rule(equation.params)
 
     def enter(self, equation: Any, inner: Any, inputs: tuple, environment: dict, source: Any) -> None:
-        if self.with_barriers and equation.primitive is compat.remat_p:
-            inputs = self.through_barrier(equation, inputs, source)
         local: dict[Any, int | Constant] = dict(zip(compat.input_variables(inner), inputs, strict=True))
         self.bind_constants(inner, local)
+        numbering = self.numbering
+        if equation.primitive is compat.remat_p and not self.merge_checkpoints:
+            self.numbering = {}
         self.walk(compat.bare_jaxpr(inner), local, source, equation.params.get("name"))
+        self.numbering = numbering
         for variable, atom in zip(equation.outvars, compat.bare_jaxpr(inner).outvars, strict=True):
             environment[variable] = self.read(atom, local)
-
-    def through_barrier(self, equation: Any, inputs: tuple, source: Any) -> tuple:
-        """The inputs of a checkpointed region as its lowering reads them."""
-        covered = compat.covered_by_barrier(equation.params, len(inputs))
-        behind = [x for x, is_covered in zip(inputs, covered, strict=True) if is_covered]
-        if not behind:
-            return inputs
-        outputs = tuple(self.new_value(x.aval if isinstance(x, Constant) else self.avals[x]) for x in behind)
-        barrier = Equation(compat.barrier_p, tuple(behind), outputs, {}, frozenset(), source, equation.ctx)
-        self.equations.append(barrier)
-        made = iter(outputs)
-        return tuple(next(made) if is_covered else x for x, is_covered in zip(inputs, covered, strict=True))
 
     def emit(self, equation: Any, inputs: tuple, source: Any) -> tuple[int, ...]:
         key = None if equation.effects else _number(equation, inputs)

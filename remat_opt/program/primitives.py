@@ -30,7 +30,6 @@ def named(names: str) -> frozenset:
 
 ELEMENTWISE = named(_ELEMENTWISE_NAMES) | {compat.pvary_p, SPREAD, BOTH}
 REDUCTION = named(_REDUCTION_NAMES) | {PLACES}
-RESHAPING = named("reshape squeeze broadcast_in_dim")
 CONTRACTION = frozenset({P.conv_general_dilated_p, P.dot_general_p})
 # Their result is no new number: they move bytes, or do nothing, and take no FLOPs.
 MOVES = named(

@@ -57,10 +57,10 @@ _VERY_FEW_OPS = 64  # up to which values are forgotten one by one
 _FEW_OPS = 400  # up to which every model is tried at every turning point, and the other solvers are asked
 _SOME_OPS = 1200  # up to which `rotor` is asked for its least memory, and `lower_sets` for budgets
 _NEXT = 0.99  # times the peak of one schedule is that of the next, in a descent
+_NEAR = 1.25  # times the least peak, up to where a compiler may need less than for the least one
 _ABOUT_A_THIRD = 0.325  # a count apart from ours says up to 2.4 % more on networks of small cells
 _MOST_OF_THE_STEP = 0.35  # its FLOPs, that a forward pass is, about: a backward one takes twice as many
 _ABOUT = 1.02  # times the least peak is no more memory, about
-_NEAR = 1.25  # times the least peak, up to where a compiler may need less than for the least one
 _FROM_BELOW = 2  # schedules below a gap of the frontier, from which it is filled
 _MOST_PARTS = 3  # of a gap
 _MOST_FILLED = 4  # schedules for one budget that are filled
@@ -123,15 +123,6 @@ class Search:
         """`least` before values are forgotten one by one: with fewer and longer runs, which a compiler may do better
         with."""
         return min(filter(self.is_one_pass, self.low_levels), key=memory_first)
-
-    @functools.cached_property
-    def near_least(self) -> tuple[Solution, ...]:
-        """With at most one extra forward pass: `least_of_levels`, and from `least` on what is faster than those before.
-
-        Their peaks are not far from the least one, and which of them a compiler needs least for only its model says.
-        """
-        front = pareto_front(filter(self.is_one_pass, self.low_end))
-        return self.least_of_levels, *(one for one in front if one.peak <= self.least.peak * _NEAR)
 
     @functools.cached_property
     def low_levels(self) -> list[Solution]:
