@@ -3,6 +3,7 @@
 import functools
 import inspect
 import threading
+import time
 from typing import Any, NamedTuple
 
 import jax
@@ -398,8 +399,8 @@ def test_concurrent_first_calls(budget: float | None, monkeypatch: pytest.Monkey
 
 
 def test_the_seconds_told_are_all_that_pass_between_the_call_and_the_plan():
-    step = remat_opt.optimize(sine_step, target="h200", verify=False)
-    arguments = sine_arguments(width=64, layers=6, batch=256)
+    step = optimize(networks.sine_step, target="h200", verify=False)
+    arguments = networks.sine_arguments(width=64, layers=6, batch=256)
     started = time.perf_counter()
     step.plan(*arguments)
     passed = time.perf_counter() - started
