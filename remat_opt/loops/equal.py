@@ -22,11 +22,14 @@ def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:
     """
     known = constant_equations(program)
 
-    def operand(atom: Atom) -> Hashable:
-        """What the loop makes afresh or has written in it is part of its body, all else has the size that it has."""
+    def constant(atom: Atom) -> Hashable:
+        """What depends on no input is made afresh in the body, and so are literals; all else only has a size."""
         if isinstance(atom, Constant):
-            return "literal", str(atom.aval)
+            return "literal", str(atom.aval), str(atom.value)
         return atom if atom in known else str(program.avals[atom])
+
+    def size(atom: Atom) -> str:
+        return str(atom.aval if isinstance(atom, Constant) else program.avals[atom])
 
     loops = []
     for loop in (pair.forward, pair.backward):
@@ -35,7 +38,8 @@ def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:
         )
         ends = (*_values(loop.body.inputs), *_values(loop.body.outputs))
         results = tuple(str(program.avals[value]) for value in loop.equation.outputs)
-        loops.append((fingerprint(loop.body), numbers, ends, tuple(map(operand, loop.equation.inputs)), results))
+        operands = (*map(constant, loop.constants), *map(size, (*loop.first_carry, *loop.xs)))
+        loops.append((fingerprint(loop.body), numbers, ends, operands, results))
     handed_over = (tuple(sorted(pair.consumed.items())), pair.residual_ys, pair.kept_ys)
     return (*loops, pair.length, pair.forward.reverse, handed_over, update and update.gradients)
 

@@ -50,7 +50,7 @@ def count_flops(closed: Any, *, merges_checkpoints: bool = False) -> FlopCount:
         merges_checkpoints: it is compiled by a compiler that merges what a `jax.checkpoint` recomputes with its first
             run (`compat.expands_barriers`).
     """
-    program = inline(compat.without_dead_code(closed), with_barriers=not merges_checkpoints, keep_names=False)
+    program = inline(compat.without_dead_code(closed), merge_checkpoints=merges_checkpoints, keep_names=False)
     return FlopCount(sum(flops_of(one, program) for one in program.equations), *loops_in(program))
 
 
