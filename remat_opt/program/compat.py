@@ -247,31 +247,6 @@ def jaxprs_in(params: dict[str, Any]) -> list[Any]:
     return found
 
 
-def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """An equation's parameters with a function of the open jaxprs among them; the same object where none changes.
-
-    Args:
-        params: of the equation; a kernel's jaxprs stay.
-        change: gives a jaxpr of the same inputs and outputs, or the very same one.
-    """
-
-    def changed(value: Any) -> Any:
-        if not isinstance(value, _JAXPRS):
-            return value
-        body = bare_jaxpr(value)
-        found = change(body)
-        return value if found is body else found if value is body else ClosedJaxpr(found, constants_of(value))
-
-    if not jaxprs_in(params):
-        return params
-    found = {
-        name: tuple(map(changed, value)) if isinstance(value, tuple) else changed(value)
-        for name, value in params.items()
-    }
-    pairs = zip(jaxprs_in(params), jaxprs_in(found), strict=True)
-    return params if all(one is other for one, other in pairs) else found
-
-
 def is_kernel(params: dict[str, Any]) -> bool:
     """Whether an equation is a kernel (`pallas_call`): one operation, whose references are its own."""
     return "grid_mapping" in params
