@@ -127,7 +127,7 @@ class Measurement:
         """What the compiler recomputes on its own, in each step that was compiled."""
         steps = {"plain": self.plain, "optimised": self.optimized}
         found = {name: figures for name, figures in steps.items() if figures is not None}
-        limits = {figures.xla_limit_bytes for figures in found.values()} - {None}
+        limits = [figures.xla_limit_bytes for figures in found.values() if figures.xla_limit_bytes is not None]
         if not limits and not any(figures.recomputed_by_xla for figures in found.values()):
             return []
         counts = ", ".join(

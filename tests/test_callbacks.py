@@ -162,7 +162,7 @@ def step_of_diffrax(weights: jax.Array, x: jax.Array) -> Any:
     def loss(weights: jax.Array) -> jax.Array:
         term = diffrax.ODETerm(lambda t, y, args: jnp.tanh(y @ args[0]))
         found = diffrax.diffeqsolve(term, diffrax.Euler(), 0.0, x[0, 0], 0.5, x, weights, max_steps=3)
-        return jnp.mean(found.ys**2)
+        return jnp.mean(jnp.asarray(found.ys) ** 2)
 
     return descend(loss, weights)
 

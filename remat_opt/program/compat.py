@@ -323,7 +323,7 @@ def device_lowered_for(traced: Any) -> Any | None:
     found = [device for one in placed if not is_unspecified(one) for device in _first_device(one)]
     if found:
         return min(found, key=lambda device: not hasattr(device, "id"))  # a real one before an AbstractDevice or None
-    default = jax.config.jax_default_device
+    default = getattr(jax.config, "jax_default_device", None)
     return jax.devices(default)[0] if default is None or isinstance(default, str) else default
 
 

@@ -1,4 +1,4 @@
-"""Programs without callbacks to the host, for compilers of absent devices: a callback needs the host's process."""
+"""Programs without their callbacks to the host, for the compilers of absent devices, which have no host to call."""
 
 from __future__ import annotations
 
