@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from op_by_op import run_op_by_op
 from step_networks import sine_arguments
@@ -216,6 +216,9 @@ def _is_parent(value: Any) -> bool:
     return isinstance(value, (dict, list)) and bool(value)
 
 
+@settings(
+    max_examples=(25 if settings.default.max_examples == 100 else settings.default.max_examples)
+)  # each that is read is traced and planned
 @given(st.data())
 def test_a_mutated_plan_is_refused_or_gives_a_right_step(documents: list, data: st.DataObject) -> None:
     """With digests that are right: nothing but what is checked keeps it from being used."""
