@@ -115,6 +115,7 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
             f"result {index}: {one.aval}, expected {other.aval}"
         )
         if bits(one) != bits(other):
+            assert not compat.is_key(one), f"result {index} ({one.aval}): other random keys"
             numbers = [np.asarray(value, np.float64) for value in (one, other)]
             if np.array_equal(*numbers, equal_nan=True):
                 continue
