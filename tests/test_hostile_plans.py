@@ -27,6 +27,9 @@ from remat_opt.plan_checks import MOST_OPERATIONS, check_runs, most_runs
 
 pytestmark = pytest.mark.short
 
+# Each plan that can be read is traced, planned and run: a quarter of the usual number in the suite, all in a night.
+EXAMPLES = 25 if settings.default.max_examples == 100 else settings.default.max_examples
+
 PARAMS, X = sine_arguments(width=16, layers=6, batch=128)
 
 
@@ -216,9 +219,7 @@ def _is_parent(value: Any) -> bool:
     return isinstance(value, (dict, list)) and bool(value)
 
 
-@settings(
-    max_examples=(25 if settings.default.max_examples == 100 else settings.default.max_examples)
-)  # each that is read is traced and planned
+@settings(max_examples=EXAMPLES)
 @given(st.data())
 def test_a_mutated_plan_is_refused_or_gives_a_right_step(documents: list, data: st.DataObject) -> None:
     """With digests that are right: nothing but what is checked keeps it from being used."""
