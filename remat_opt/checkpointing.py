@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from remat_opt.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
+from remat_opt.checkpoint_policy import NamesPolicy, UnderPolicy, check_as_jax, check_policy
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured, capture_traced
@@ -29,7 +30,7 @@ from remat_opt.settings import Settings, check_settings
 from remat_opt.static_arguments import StaticArguments
 from remat_opt.targets import Target, resolve_target
 from remat_opt.warning import RematWarning, callers_level
-from remat_opt.write.checkpoint import Layout, evaluate, write_segments
+from remat_opt.write.checkpoint import Layout, array_of, evaluate, write_segments
 
 _NOT_GIVEN: Any = object()
 _MOST_REMEMBERED = 256  # programs
@@ -114,7 +115,7 @@ def checkpoint(
         "static_argnames": static_argnames,
         "keep_user_names": keep_user_names,
     }
-    _check_as_jax(concrete, prevent_cse)
+    check_as_jax(concrete, prevent_cse)
     check_policy(policy, budget=budget, target=target, solver=solver, plan=plan)
     settings = check_settings(
         budget=budget,
@@ -134,7 +135,7 @@ def checkpoint(
     if policy is None:
         checkpointed = _Checkpointed(fun, settings, static, prevent_cse)
     else:
-        checkpointed = _UnderPolicy(fun, policy, static, prevent_cse)
+        checkpointed = UnderPolicy(fun, policy, static, prevent_cse)
 
     @functools.wraps(fun)
     def recomputing(*args, **kwargs):
@@ -143,55 +144,6 @@ def checkpoint(
     recomputing.plan = checkpointed.plan  # pyright: ignore[reportAttributeAccessIssue]
     recomputing.explain = checkpointed.explain  # pyright: ignore[reportAttributeAccessIssue]
     return recomputing
-
-
-def check_policy(
-    policy: Any,
-    *,
-    budget: int | float | str | None = None,
-    target: str | Target | None = None,
-    solver: str = "auto",
-    plan: Plan | None = None,
-) -> None:
-    """Raise where a policy is none, or stands beside options of the search that it takes the place of."""
-    if policy is None:
-        return
-    if isinstance(policy, NamesPolicy):
-        raise TypeError("expected a policy, got what remat_opt.policy returns; write policy=found.policy")
-    if not callable(policy):
-        raise TypeError(
-            f"expected a policy of jax.checkpoint_policies or a function like them, got {policy!r}; write for example "
-            "policy=jax.checkpoint_policies.dots_saveable"
-        )
-    options = {"budget": budget, "target": target, "solver": None if solver == "auto" else solver, "plan": plan}
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        beside = ", ".join(f"{name}=…" for name in given)
-        raise ValueError(
-            f"expected a policy or {beside}, got both: a policy says what is saved, and nothing is searched. Write "
-            f"policy=… alone to have it obeyed, or {beside} without it to have one found"
-        )
-
-
-def _check_as_jax(concrete: bool, prevent_cse: Any) -> None:
-    if concrete:
-        raise NotImplementedError("expected concrete=False, as jax.checkpoint does; write static_argnums=… instead")
-    if isinstance(prevent_cse, (str, bytes)) or not isinstance(prevent_cse, (bool, Sequence)):
-        raise TypeError(
-            f"expected prevent_cse to be a bool, or a sequence with one for each argument; got {prevent_cse!r}"
-        )
-
-
-class NamesPolicy(NamedTuple):
-    """Which of a function's own names to save.
-
-    Attributes:
-        names: the names, sorted.
-        policy: `jax.checkpoint_policies.save_only_these_names(*names)`, for `jax.checkpoint(fun, policy=policy)`.
-    """
-
-    names: tuple[str, ...]
-    policy: Callable[..., Any]
 
 
 def policy(
@@ -303,6 +255,10 @@ class _Checkpointed:
             results = write_segments(captured.program, outcome.layout, leaves, prevent_cse)
         elif outcome.is_one_region:
             results = jax.checkpoint(as_it_is, prevent_cse=prevent_cse)(*leaves)
+            results = [
+                array_of(x, captured.program.aval_of(out))
+                for x, out in zip(results, captured.program.outputs, strict=True)
+            ]
         else:
             results = as_it_is(*leaves)
         return jax.tree.unflatten(traced.out_tree, results)
@@ -386,45 +342,6 @@ class _Checkpointed:
 
     def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
         return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
-
-
-class _UnderPolicy:
-    """A function under `jax.checkpoint` with the user's policy."""
-
-    def __init__(
-        self,
-        fun: Callable,
-        policy: Callable[..., Any],
-        static: StaticArguments,
-        prevent_cse: bool | tuple[Any, ...],
-    ):
-        self.fun = fun
-        self.policy = policy
-        self.static_names = static.argnames
-        options: dict[str, Any] = {
-            "policy": policy,
-            "prevent_cse": prevent_cse,
-            "static_argnums": static.argnums,
-        }
-        self.recompute = functools.partial(jax.checkpoint, **options)
-        self.recomputing = self.recompute(fun)
-
-    def __call__(self, args: tuple, kwargs: dict) -> Any:
-        static = {name: value for name, value in kwargs.items() if name in self.static_names}
-        if not static:
-            return self.recomputing(*args, **kwargs)
-        dynamic = {name: value for name, value in kwargs.items() if name not in static}
-        return self.recompute(functools.partial(self.fun, **static))(*args, **dynamic)
-
-    def plan(self, *args, **kwargs) -> Any:
-        del args, kwargs
-        raise ValueError(
-            f"expected a function without a policy, got one with policy={self.policy!r}, which jax.checkpoint obeys: "
-            "nothing is planned. Write jax.ad_checkpoint.print_saved_residuals(fun, *args) to see what is saved, or "
-            "remat_opt.checkpoint(fun) without a policy for a plan"
-        )
-
-    explain = plan
 
 
 def _as_it_is(program: Program, *leaves: Any) -> list[Any]:

@@ -21,7 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from remat_opt.checkpointing import check_policy, checkpoint
+from remat_opt.checkpoint_policy import check_policy
+from remat_opt.checkpointing import checkpoint
 from remat_opt.plan import Plan
 from remat_opt.targets import Target
 
