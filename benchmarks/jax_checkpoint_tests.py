@@ -36,7 +36,7 @@ def load(path: Path, *, plain: bool) -> types.ModuleType:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("path", type=Path, help="JAX's tests/api_test.py, of the installed version")
     parser.add_argument("names", nargs="*", help="tests to run; default: all")
     parser.add_argument("--plain", action="store_true", help="with jax.checkpoint itself")

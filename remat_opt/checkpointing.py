@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from remat_opt.adapters import AdaptedFunction, takes_equinox_modules, through_equinox
 from remat_opt.bound import ask
 from remat_opt.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
-from remat_opt.closed_over import leaving_modules
+from remat_opt.checkpoint_policy import NamesPolicy, UnderPolicy, check_as_jax, check_policy
 from remat_opt.plan import Plan
 from remat_opt.program import compat
 from remat_opt.program.capture import Captured, capture_traced
@@ -31,10 +31,10 @@ from remat_opt.report.explain import Explanation, explain
 from remat_opt.resolving import resolve
 from remat_opt.segmentation import Differentiated, differentiate, jax_differentiates
 from remat_opt.settings import Settings, check_settings
-from remat_opt.static_arguments import StaticArguments
+from remat_opt.static_arguments import statics_of
 from remat_opt.targets import Target, resolve_target
 from remat_opt.warning import RematWarning, callers_level
-from remat_opt.write.checkpoint import Layout, evaluate, write_segments
+from remat_opt.write.checkpoint import Layout, array_of, evaluate, write_segments
 
 _NOT_GIVEN: Any = object()
 _MOST_REMEMBERED = 256  # programs
@@ -121,7 +121,7 @@ def checkpoint(
         "static_argnames": static_argnames,
         "keep_user_names": keep_user_names,
     }
-    _check_as_jax(concrete, prevent_cse)
+    check_as_jax(concrete, prevent_cse)
     check_policy(policy, budget=budget, target=target, solver=solver, plan=plan)
     settings = check_settings(
         budget=budget,
@@ -138,7 +138,7 @@ def checkpoint(
     def make(found: compat.JitDescription) -> Callable:
         if policy is None:
             return _recomputing(_Checkpointed(found, settings, prevent_cse))
-        return _recomputing(_UnderPolicy(found, policy, prevent_cse))
+        return _recomputing(UnderPolicy(found, policy, prevent_cse))
 
     return resolve(fun, statics, make, "checkpoint")
 
@@ -148,15 +148,7 @@ def _given_statics(static_argnums: int | Sequence[int], static_argnames: str | I
     return {name: value for name, value in given.items() if value != ()}
 
 
-def _statics_of(found: compat.JitDescription) -> StaticArguments:
-    """The function that was given, with its static arguments. A user's jit stays round it, with its shardings."""
-    options = dict(found.options)
-    numbers, names = options.get("static_argnums", ()), options.get("static_argnames", ())
-    inner = leaving_modules(found.fun if found.is_plain else jax.jit(found.fun, **options))
-    return StaticArguments(inner, numbers, names, optional=not found.is_plain)
-
-
-def _recomputing(checkpointed: _Checkpointed | _UnderPolicy) -> Callable:
+def _recomputing(checkpointed: _Checkpointed | UnderPolicy) -> Callable:
     """The function that stands for the one given, which the transforms of JAX apply to as to any function."""
 
     @functools.wraps(checkpointed.fun)
@@ -166,55 +158,6 @@ def _recomputing(checkpointed: _Checkpointed | _UnderPolicy) -> Callable:
     recomputing.plan = checkpointed.plan  # pyright: ignore[reportAttributeAccessIssue]
     recomputing.explain = checkpointed.explain  # pyright: ignore[reportAttributeAccessIssue]
     return recomputing
-
-
-def check_policy(
-    policy: Any,
-    *,
-    budget: int | float | str | None = None,
-    target: str | Target | None = None,
-    solver: str = "auto",
-    plan: Plan | None = None,
-) -> None:
-    """Raise where a policy is none, or stands beside options of the search that it takes the place of."""
-    if policy is None:
-        return
-    if isinstance(policy, NamesPolicy):
-        raise TypeError("expected a policy, got what remat_opt.policy returns; write policy=found.policy")
-    if not callable(policy):
-        raise TypeError(
-            f"expected a policy of jax.checkpoint_policies or a function like them, got {policy!r}; write for example "
-            "policy=jax.checkpoint_policies.dots_saveable"
-        )
-    options = {"budget": budget, "target": target, "solver": None if solver == "auto" else solver, "plan": plan}
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        beside = ", ".join(f"{name}=…" for name in given)
-        raise ValueError(
-            f"expected a policy or {beside}, got both: a policy says what is saved, and nothing is searched. Write "
-            f"policy=… alone to have it obeyed, or {beside} without it to have one found"
-        )
-
-
-def _check_as_jax(concrete: bool, prevent_cse: Any) -> None:
-    if concrete:
-        raise NotImplementedError("expected concrete=False, as jax.checkpoint does; write static_argnums=… instead")
-    if isinstance(prevent_cse, (str, bytes)) or not isinstance(prevent_cse, (bool, Sequence)):
-        raise TypeError(
-            f"expected prevent_cse to be a bool, or a sequence with one for each argument; got {prevent_cse!r}"
-        )
-
-
-class NamesPolicy(NamedTuple):
-    """Which of a function's own names to save.
-
-    Attributes:
-        names: the names, sorted.
-        policy: `jax.checkpoint_policies.save_only_these_names(*names)`, for `jax.checkpoint(fun, policy=policy)`.
-    """
-
-    names: tuple[str, ...]
-    policy: Callable[..., Any]
 
 
 def policy(
@@ -306,7 +249,7 @@ class _Checkpointed:
         self.fun = found.fun
         self.settings = settings
         self.prevent_cse = prevent_cse
-        self.static = _statics_of(found)
+        self.static = statics_of(found)
         self.delegate: AdaptedFunction | None = None
 
     def for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
@@ -338,6 +281,10 @@ class _Checkpointed:
             results = write_segments(captured.program, outcome.layout, leaves, prevent_cse)
         elif outcome.is_one_region:
             results = jax.checkpoint(as_it_is, prevent_cse=prevent_cse)(*leaves)
+            results = [
+                array_of(x, captured.program.aval_of(out))
+                for x, out in zip(results, captured.program.outputs, strict=True)
+            ]
         else:
             results = as_it_is(*leaves)
         return jax.tree.unflatten(traced.out_tree, results)
@@ -432,35 +379,6 @@ class _Checkpointed:
 
     def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
         return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
-
-
-class _UnderPolicy:
-    """A function under `jax.checkpoint` with the user's policy."""
-
-    def __init__(self, found: compat.JitDescription, policy: Callable[..., Any], prevent_cse: bool | tuple[Any, ...]):
-        static = _statics_of(found)
-        self.fun = found.fun
-        self.inner = static.fun
-        self.policy = policy
-        self.static_names = static.argnames
-        self.recompute = functools.partial(
-            jax.checkpoint, policy=policy, prevent_cse=prevent_cse, static_argnums=static.argnums
-        )
-
-    def __call__(self, *args, **kwargs) -> Any:
-        static = {name: value for name, value in kwargs.items() if name in self.static_names}
-        dynamic = {name: value for name, value in kwargs.items() if name not in static}
-        return self.recompute(functools.partial(self.inner, **static) if static else self.inner)(*args, **dynamic)
-
-    def plan(self, *args, **kwargs) -> Any:
-        del args, kwargs
-        raise ValueError(
-            f"expected a function without a policy, got one with policy={self.policy!r}, which jax.checkpoint obeys: "
-            "nothing is planned. Write jax.ad_checkpoint.print_saved_residuals(fun, *args) to see what is saved, or "
-            "remat_opt.checkpoint(fun) without a policy for a plan"
-        )
-
-    explain = plan
 
 
 def _as_it_is(program: Program, *leaves: Any) -> list[Any]:

@@ -18,7 +18,8 @@ from typing import Any
 import jax
 from flax import nnx
 
-from remat_opt.checkpointing import check_policy, checkpoint
+from remat_opt.checkpoint_policy import check_policy
+from remat_opt.checkpointing import checkpoint
 from remat_opt.plan import Plan
 from remat_opt.program.compat import JitDescription
 from remat_opt.resolving import resolve

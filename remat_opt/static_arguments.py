@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from remat_opt.closed_over import leaving_modules
 from remat_opt.program import compat
 
 _MOST_BOUND = 256  # sets of static arguments remembered for each function
@@ -80,3 +81,11 @@ class StaticArguments:
 
         del of_the_others.__wrapped__  # its signature is another one
         return of_the_others
+
+
+def statics_of(found: compat.JitDescription) -> StaticArguments:
+    """The function that was given, with its static arguments. A user's jit stays round it, with its shardings."""
+    options = dict(found.options)
+    numbers, names = options.get("static_argnums", ()), options.get("static_argnames", ())
+    inner = leaving_modules(found.fun if found.is_plain else jax.jit(found.fun, **options))
+    return StaticArguments(inner, numbers, names, optional=not found.is_plain)

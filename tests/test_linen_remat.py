@@ -1,5 +1,6 @@
 """`remat_opt.linen.remat` in place of `flax.linen.remat`."""
 
+import re
 from typing import Any
 
 import flax.linen as nn
@@ -193,8 +194,31 @@ def test_initialising_plans_nothing(x: jax.Array) -> None:
     assert checkpoints_in(lambda x: init(model, x), x) == 0
 
 
-def test_a_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"remat_opt finds it.*nn\.remat"):
-        remat_opt.linen.remat(Block, policy=jax.checkpoint_policies.dots_saveable)
+def test_a_policy_is_obeyed_as_by_nn_remat(x: jax.Array) -> None:
+    policy = jax.checkpoint_policies.dots_saveable
+    options: dict[str, Any] = {"policy": policy, "prevent_cse": False}
+    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    variables = Layer().init(keys, x, None)
+
+    def gradient(model):
+        return jax.grad(lambda v: model.apply(v, x, None, rngs=keys)[0].sum())
+
+    ours, theirs = (gradient(remat(Layer, **options)()) for remat in (remat_opt.linen.remat, nn.remat))
+    found = [text_of(jax.make_jaxpr(f)(variables)) for f in (ours, theirs)]
+    assert found[0] == found[1]
+    assert "prevent_cse=False" in found[0]
+    assert "policy=None" not in found[0]
+    assert_close(ours(variables), gradient(Layer())(variables))
+
+
+def text_of(jaxpr: Any) -> str:
+    return re.sub("0x[0-9a-f]+", "", str(jaxpr))
+
+
+def test_wrong_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="a policy or budget"):
+        remat_opt.linen.remat(Block, policy=jax.checkpoint_policies.dots_saveable, budget=0.5)
+    with pytest.raises(NotImplementedError, match="static_argnums"):
+        remat_opt.linen.remat(Block, concrete=True)
     with pytest.raises(ValueError, match="solver"):
         remat_opt.linen.remat(Block, solver="nope")

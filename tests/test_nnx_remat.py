@@ -120,15 +120,29 @@ def test_static_arguments_by_number(x: jax.Array) -> None:
     np.testing.assert_allclose(recomputing(Network(nnx.Rngs(0)), x, "other"), 3.0 * plain, rtol=1e-6)
 
 
-def test_as_nnx_remat_it_takes_a_decorators_options_and_no_policy(x: jax.Array) -> None:
+def test_as_nnx_remat_it_takes_a_decorators_options_and_a_policy(x: jax.Array) -> None:
     @remat_opt.nnx.remat(prevent_cse=False, budget=0.5)
     def loss(model, x):
         return loss_of(model, x)
 
     expected = nnx.grad(loss_of)(Network(nnx.Rngs(0)), x)
     assert_close(jax.tree.leaves(nnx.grad(loss)(Network(nnx.Rngs(0)), x)), jax.tree.leaves(expected))
-    with pytest.raises(ValueError, match=r"remat_opt finds it.*nnx\.remat"):
-        remat_opt.nnx.remat(loss_of, policy=jax.checkpoint_policies.dots_saveable)
+    policy = jax.checkpoint_policies.dots_saveable
+    shared: dict[str, Any] = {"policy": policy, "graph": True, "graph_updates": True}
+    graph, state = nnx.split(Network(nnx.Rngs(0)))
+    texts = (
+        str(jax.make_jaxpr(lambda state, f=f: f(nnx.merge(graph, state), x))(state))
+        for f in (remat(loss_of, prevent_cse=False, **shared) for remat in (remat_opt.nnx.remat, nnx.remat))
+    )
+    assert len(set(texts)) == 1
+    decorated = remat_opt.nnx.remat(**shared)(loss_of)
+    assert_close(jax.tree.leaves(nnx.grad(decorated)(Network(nnx.Rngs(0)), x)), jax.tree.leaves(expected))
+    with pytest.raises(ValueError, match=r"nnx\.compat\.remat"):  # flax's own refusal of shared nodes in a tree
+        remat_opt.nnx.remat(loss_of, policy=policy, graph=False)(Network(nnx.Rngs(0)), x)
+    with pytest.raises(ValueError, match="a policy or budget"):
+        remat_opt.nnx.remat(loss_of, policy=policy, budget=0.5)
+    with pytest.raises(ValueError, match="static_argnums"):
+        remat_opt.nnx.remat(loss_of, policy=policy, static_argnames="x")
 
 
 def test_a_bound_method_updates_its_module(x: jax.Array) -> None:

@@ -90,7 +90,7 @@ def evaluate(program: Program, arguments: Sequence[Any], name: Callable[[int, An
         with compat.equation_context(equation.source_info, equation.context):
             results = compat.bind_equation(equation.primitive, equation.params, inputs)
         environment.update((v, name(v, x)) for v, x in zip(equation.outputs, results, strict=True))
-    return [_array_of(x.value, x.aval) if isinstance(x, Constant) else environment[x] for x in program.outputs]
+    return [array_of(x.value, x.aval) if isinstance(x, Constant) else environment[x] for x in program.outputs]
 
 
 class _Writer:
@@ -117,7 +117,7 @@ class _Writer:
         self.run_segments(self.layout.segments, frozenset(), environment)
         on_demand: dict[int, Any] = {}
         return [
-            _array_of(x.value, x.aval) if isinstance(x, Constant) else self.read(x, environment, on_demand)
+            array_of(x.value, x.aval) if isinstance(x, Constant) else self.read(x, environment, on_demand)
             for x in self.program.outputs
         ]
 
@@ -255,9 +255,9 @@ def stored_operands(program: Program, on_demand: dict[int, int], operands: Itera
     return found
 
 
-def _array_of(literal: Any, aval: Any) -> Any:
+def array_of(literal: Any, aval: Any) -> Any:
     """A literal of a jaxpr as an array of its type, weak where the literal is."""
-    if isinstance(literal, jax.Array):
+    if isinstance(literal, jax.Array):  # tracers, too
         return literal
     if getattr(aval, "weak_type", False):
         return jax.numpy.asarray(np.asarray(literal).item())
