@@ -39,6 +39,7 @@ class Target:
         counts_flops: whether a search is to make FLOPs least, as papers count them, instead of estimated seconds: times
             are then those of a device that moves bytes for nothing and computes everything at float32's rate. Write
             `dataclasses.replace(resolve_target("h200"), counts_flops=True)`.
+        on_chip_bytes: of a TPU, what its vector memory holds of a program's arrays (XLA's memory space assignment).
     """
 
     name: str
@@ -51,6 +52,7 @@ class Target:
     compiler_config: str = field(default="", repr=False)
     devices: int = 1
     counts_flops: bool = False
+    on_chip_bytes: int = 0
 
 
 # Fields of XLA's GpuTargetConfigProto that are the same for the three GPUs: CUDA C++ Programming Guide, table
@@ -126,7 +128,11 @@ def _tpu(
 ) -> Target:
     """A TPU chip's target; int8 runs at twice the rate of bfloat16, float32 operands are rounded to bfloat16."""
     flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": 2 * bfloat16}
-    return Target(name, "tpu", memory_gib * _GIB, bandwidth, flops, f"one chip of Cloud TPU {name}", kinds, topology)
+    description = f"one chip of Cloud TPU {name}"
+    # 128 MiB of vector memory, of which 16 MiB are kept for the kernels' own scratch (`xla_tpu_scoped_vmem_limit_kib`).
+    return Target(
+        name, "tpu", memory_gib * _GIB, bandwidth, flops, description, kinds, topology, on_chip_bytes=112 * 2**20
+    )
 
 
 # Dense rates (half of those with sparsity) of the SXM boards. NVIDIA H100 datasheet: 3.35 TB/s; 1979/2 (bfloat16),
