@@ -287,12 +287,8 @@ def _rounded(graph: Graph, program: Program) -> Graph:
     """The graph with half the bytes of what products and convolutions alone read: a TPU multiplies in bfloat16, and
     XLA's `bfloat16_propagation` stores it so. (Of what we write barriers read it, too.)"""
     sizes, free = list(graph.sizes), {*graph.inputs, *graph.outputs}
-    precise = {
-        x
-        for e in program.equations
-        if e.params.get("precision") not in (None, _DEFAULT, (_DEFAULT,) * 2)
-        for x in e.inputs
-    }
+    rounding = (None, _DEFAULT, (_DEFAULT, _DEFAULT))
+    precise = {x for e in program.equations if e.params.get("precision") not in rounding for x in e.inputs}
     for value, users in enumerate(graph.users):
         is_operand = users and all(graph.ops[user].kind is Kind.CONTRACTION for user in users)
         if is_operand and value not in free and value not in precise and program.avals[value].dtype == "float32":

@@ -35,9 +35,9 @@ from remat_opt.graph.graph import Graph, Kind, Op
 MOST_SOURCES = 16
 MOST_KERNELS = 2  # of XLA's CPU compiler, that compute the same value
 # As `HloInstruction::IsExpensive` and `InstructionFusion::IsExpensive` list them.
-EXPENSIVE = frozenset(
-    "exp exp2 expm1 log log1p tanh logistic erf erf_inv div sqrt rsqrt cbrt pow integer_pow sin cos tan atan2".split()
-)
+EXPENSIVE = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erf_inv", "div"}) | {
+    *("sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "sin", "cos", "tan", "atan2")
+}
 SPREADING = frozenset({"broadcast_in_dim", "iota"})
 OF_PIECES = frozenset({"pad", "concatenate"})
 # Read at other places than they are written.
