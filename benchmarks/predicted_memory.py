@@ -7,8 +7,8 @@
 Each row is compiled in a process of its own and kept in `benchmarks/results/predicted_memory.json` as soon as it is
 there, so that a run can be stopped and taken up again; `predicted_memory.md` is the same as a table. Nothing runs and
 nothing is allocated; the devices need not be here (extras `cuda-aot`, `tpu-aot`). Steps are float32, SGD with momentum,
-the state donated; the tests' steps (`tests/training_steps.py`) and those of `held_out.py` and `unseen/` are as they are
-there. A plain step is compiled as `jax.jit` would.
+the state donated; the tests' steps (`tests/training_steps.py`) and those of `unseen/` are as they are there. A plain
+step is compiled as `jax.jit` would.
 """
 
 from __future__ import annotations
@@ -90,34 +90,17 @@ _STEPS = (
     *("checkpoint_blocks", "checkpoint_policy", "hand_written_attention", "random_wiring", "mixed_precision"),
     *("keyword_and_static", "micro_batches"),
 )
-_HELD_OUT = (
-    *("dense_tanh", "dense_relu_adam", "dense_wide", "dense_deep", "residual_dense", "mixer", "gated_transformer"),
-    *("squeeze_excite", "convnext", "autoencoder", "recurrent", "graph_convolution", "two_towers"),
-)
 _UNSEEN = (
-    *("accumulate", "neural_ode", "mamba", "ppo", "llama", "moe", "diffusion", "vae", "efficientnet", "conv3d"),
-    *("wavenet", "transformer_xl", "dlrm", "perceiver", "chunked_loss", "clip", "t5"),
-    *("masked_words", "averaged_weights", "graph_attention", "speech", "segmentation", "shifted_windows"),
-    *("radiance_field", "two_views", "retention", "points", "adapters", "learning_to_learn"),
-    *("flow", "distillation", "super_resolution", "fourier_operator", "detector"),
-    *("grouped", "quantised", "gradient_penalty", "differential_equation", "private", "sharpness_aware"),
-    *("long_convolution", "mixing", "triangles", "orthogonalised", "equilibrium", "dreaming"),
-    *("style", "objects", "automaton"),
-    *("shuffled", "pixels", "modulated", "board", "looking_back", "capsules"),
-    *("rainfall", "tagged", "molecules", "preferred", "splines", "resolutions"),
+    *("mamba", "dlrm", "graph_attention", "speech", "points", "two_views"),
+    *("moe", "perceiver", "chunked_loss", "neural_ode", "wavenet", "learning_to_learn"),
+    *("fourier_operator", "gradient_penalty", "private", "automaton", "long_convolution", "capsules"),
+    *("equilibrium", "splines"),
 )
-_NOT_COMPILED = {("clip", "h200")}  # XLA of jax 0.10 cannot compile its plain step
 ROWS = (
     *(Row(network, batch, size, "cpu") for network, batch, size in _ON_THE_CPU),
     *(Row(network, batch, size, target) for target in ACCELERATORS for network, batch, size in _SIZES),
     *(Row(f"steps/{step}", None, None, target) for target in ("cpu", *ACCELERATORS) for step in _STEPS),
-    *(Row(f"held_out/{name}", None, None, target) for target in ("cpu", *ACCELERATORS) for name in _HELD_OUT),
-    *(
-        Row(f"unseen/{name}", None, None, target)
-        for target in ("cpu", *ACCELERATORS)
-        for name in _UNSEEN
-        if (name, target) not in _NOT_COMPILED
-    ),
+    *(Row(f"unseen/{name}", None, None, target) for target in ("cpu", *ACCELERATORS) for name in _UNSEEN),
 )
 
 
@@ -129,11 +112,6 @@ def load_step(row: Row) -> tuple[Callable[..., Any], tuple, dict[str, Any], dict
 
         case = steps[row.network.removeprefix("steps/")]()
         return case.step, case.make_args(), case.make_kwargs(), {}
-    if row.network.startswith("held_out/"):
-        from benchmarks.held_out import NETWORKS
-
-        held_out = NETWORKS[row.network.removeprefix("held_out/")]()
-        return held_out.step, held_out.abstract_args, {}, {"donate_argnums": (0, 1)}
     if row.network.startswith("unseen/"):
         from benchmarks.unseen import NETWORKS
 

@@ -50,7 +50,7 @@ def optimize(
         target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
-        verify: compile to check budgets, and without a budget where what is foreseen leaves it open whether less is
+        verify: compile to check budgets, and without a budget where predictions leave it open whether less is
             needed than for the step as given. False plans without compiling and promises nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
             entered, and the search is free to choose better.

@@ -20,6 +20,7 @@ from remat_opt.targets import Figures
 MOST_COMPILATIONS = 4
 FIRST_MARGIN = 1.02  # the first candidate is asked to be so much smaller than the budget
 SECOND_MARGIN = 1.1  # after two candidates that were too large
+USES_IT = 0.97  # part of the budget above which a candidate that fits is taken at once
 WORTH_COMPILING = 0.01  # part of the step's seconds that another compilation has to save
 OUT_OF_REACH = 1.5  # times the budget; what is predicted to need more is not compiled
 
@@ -98,9 +99,15 @@ class _BudgetLoop:
             is_late = len(self.compiled) >= MOST_COMPILATIONS - 2  # the last one is for something cheaper
             found = None if is_late else self.new_within(self.predicted_limit)
             return found or next(self.smallest(), None)
-        found = self.new_within(self.predicted_limit)
-        worth = WORTH_COMPILING * self.decider.given.plain_graph.seconds
-        return found if found is not None and found.extra_seconds < self.best.found.extra_seconds - worth else None
+        if self.counted(self.best.figures) > USES_IT * self.allowed:
+            return None
+        most = self.best.found.extra_seconds - WORTH_COMPILING * self.decider.given.plain_graph.seconds
+        _, large = self.bracket(self.compiled)
+        limits = [self.predicted_limit]
+        if large is not None:  # candidates are few: what lies a little above may fit, too
+            limits.append((limits[0] + large.found.peak) / 2)
+        every = map(self.new_within, limits)
+        return next((found for found in every if found is not None and found.extra_seconds < most), None)
 
     @property
     def predicted_limit(self) -> float:
@@ -116,7 +123,7 @@ class _BudgetLoop:
         if large is None:
             return self.limit / small.correction
         low, high = small.figures.temp_bytes, large.figures.temp_bytes
-        share = max(self.limit / FIRST_MARGIN - low, 0) / (high - low)
+        share = (self.limit - low) / (high - low)
         return small.found.peak + share * (large.found.peak - small.found.peak)
 
     def bracket(self, compiled: list[_Compiled]) -> tuple[_Compiled | None, _Compiled | None]:

@@ -44,7 +44,7 @@ class Found:
     @property
     def peak(self) -> int:
         """Peak of temporary memory in bytes."""
-        return self.prepared.plain_peak if self.runs_as_given else self.solution.peak
+        return self.prepared.plain_peak if self.runs_as_given else self.prepared.in_memory(self.solution.peak)
 
     @property
     def extra_seconds(self) -> float:
@@ -181,11 +181,13 @@ class Forms:
     def found(self, form: Prepared, limit: int | None) -> Found:
         """What the search says of one form; where nothing is recomputed and only our order keeps the limit, that."""
         found = self._searched(form, limit)
-        is_ours = limit is not None and found.runs_as_given and found.solution.peak <= limit < found.peak
-        return Found(form.ordered, found.solution) if is_ours else found
+        ordered = Found(form.ordered, found.solution)
+        is_ours = limit is not None and found.runs_as_given and ordered.peak <= limit < found.peak
+        return ordered if is_ours else found
 
     def _searched(self, form: Prepared, limit: int | None) -> Found:
         problem = form.problem
+        limit = None if limit is None else form.live_within(limit)
         if limit is not None and self.solver == "auto" and search_of(problem).least_at_any_cost.peak > limit:
             return Found(form, search_of(problem).least_at_any_cost)
         if (problem, limit) not in self.answers:

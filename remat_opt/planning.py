@@ -24,7 +24,6 @@ WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or co
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 TOO_CLOSE_ON_A_TPU = 0.5
-ON_CHIP = 112 * 2**20  # bytes of a TPU's own memory for arrays: of smaller steps the compiler decides what lies there
 
 
 def decide(prepared: Prepared, settings: Settings, measure: Measure | None) -> Decision:
@@ -63,7 +62,7 @@ def least_memory(decider: Decider) -> Decision:
     """The least memory for at most one more forward pass, or two; see `Forms.least`."""
     found = decider.search(None)
     if found.runs_as_given or found.peak > WORTH_WRITING * decider.given.plain_peak:
-        found = decider.forms.in_our_order
+        found = min(decider.forms.in_our_order, found, key=lambda one: (one.runs_as_given, one.peak))
         if decider.compile is not None:  # compilers have an order of their own for the step as it was given
             return by_the_compiler(decider, [found], compare_with_plain=True)
         if found.peak >= WORTH_WRITING * decider.given.plain_peak:
@@ -89,7 +88,7 @@ def is_clear(decider: Decider, found: Found) -> bool:
     if given.captured.program.entered_checkpoints:
         return False
     is_tpu = given.target.platform == "tpu"
-    if is_tpu and given.plain_peak <= ON_CHIP:
+    if is_tpu and given.plain_peak <= given.target.on_chip_bytes:
         return False
     part = TOO_CLOSE_ON_A_TPU if is_tpu else TOO_CLOSE_TO_CALL
     return found.peak <= part * given.plain_peak

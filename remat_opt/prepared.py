@@ -175,8 +175,16 @@ class Prepared:
 
     @functools.cached_property
     def plain_peak(self) -> int:
-        """Predicted peak of the original step, in bytes."""
-        return peak_of(self.plain_graph)
+        """Predicted peak of the original step, in bytes of the device's memory."""
+        return self.in_memory(peak_of(self.plain_graph))
+
+    def in_memory(self, live: int) -> int:
+        """Bytes of the device's memory for so many live ones: on a TPU some are on the chip, at most every second."""
+        return live - min(self.target.on_chip_bytes, live // 2)
+
+    def live_within(self, limit: int) -> int:
+        """The most live bytes for so many of the device's memory."""
+        return limit + min(self.target.on_chip_bytes, limit)
 
     @property
     def inputs(self) -> tuple[str, ...]:

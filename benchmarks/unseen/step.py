@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from flax import linen as nn
 
 RAW_KEY = jax.ShapeDtypeStruct((2,), jnp.uint32)
 
@@ -55,3 +56,28 @@ def sinusoids(positions: jax.Array, features: int) -> jax.Array:
     frequencies = jnp.exp(-math.log(1e4) * jnp.arange(features // 2) / (features // 2))
     angles = positions[:, None].astype(jnp.float32) * frequencies[None]
     return jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], -1)
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def tokens(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def next_token(logits: jax.Array, read: jax.Array) -> jax.Array:
+    return optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], read[:, 1:]).mean()
+
+
+def step_of(network: nn.Module, inputs: jax.ShapeDtypeStruct, loss: Callable, optimizer: Any = None) -> Unseen:
+    """The usual step of a network; `loss` has what the network gives and the inputs. SGD with momentum by default."""
+    chosen = optimizer or optax.sgd(0.1, momentum=0.9)
+    params = jax.eval_shape(network.init, jax.random.key(0), inputs)
+
+    def step(params: Any, state: Any, inputs: jax.Array) -> tuple[Any, Any, jax.Array]:
+        value, gradients = jax.value_and_grad(lambda params: loss(network.apply(params, inputs), inputs))(params)
+        updates, state = chosen.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state, value
+
+    return Unseen(step, (params, jax.eval_shape(chosen.init, params), inputs), (0, 1))

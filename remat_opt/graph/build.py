@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+import jax
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.cost import Rates, roofline
@@ -27,6 +28,7 @@ from remat_opt.program.random_masks import masks_of_bits
 from remat_opt.program.splits import by_slices
 
 WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
+_DEFAULT = jax.lax.Precision.DEFAULT
 
 PeakOfBody = Callable[[Any, dict[str, Any], Any], int]
 """The most temporary bytes that a body needs: of a primitive with its parameters, which have the body's jaxpr."""
@@ -118,12 +120,13 @@ def build(
         aliases=aliases_of(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    fusion = fuse(unfused, with_sums=True)
+    fusion = fuse(unfused, with_sums=True, for_cpu=platform == "cpu")
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
         counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
         fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=tuple(counted)))
     if platform == "tpu":
-        fusion = dataclasses.replace(fusion, graph=_in_tiles(fusion.graph, program))
+        graph = _in_tiles(fusion.graph, program)
+        fusion = dataclasses.replace(fusion, graph=_rounded(graph, program) if keep_scatters else graph)
     virtual = {value: equation_of[op] for value, op in fusion.virtual.items()}
     return Bridge(
         fusion.graph,
@@ -278,6 +281,19 @@ def _in_tiles(graph: Graph, program: Program) -> Graph:
         aval = program.avals[value]
         if sizes[value]:
             sizes[value] = padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
+    return dataclasses.replace(graph, sizes=tuple(sizes))
+
+
+def _rounded(graph: Graph, program: Program) -> Graph:
+    """The graph with half the bytes of what products and convolutions alone read: a TPU multiplies in bfloat16, and
+    XLA's `bfloat16_propagation` stores it so. (Of what we write barriers read it, too.)"""
+    sizes, free = list(graph.sizes), {*graph.inputs, *graph.outputs}
+    rounding = (None, _DEFAULT, (_DEFAULT, _DEFAULT))
+    precise = {x for e in program.equations if e.params.get("precision") not in rounding for x in e.inputs}
+    for value, users in enumerate(graph.users):
+        is_operand = users and all(graph.ops[user].kind is Kind.CONTRACTION for user in users)
+        if is_operand and value not in free and value not in precise and program.avals[value].dtype == "float32":
+            sizes[value] //= 2
     return dataclasses.replace(graph, sizes=tuple(sizes))
 
 

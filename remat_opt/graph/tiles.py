@@ -3,7 +3,7 @@
 Arrays are stored in tiles of 128 lanes by 8 sublanes, however many bytes an element has (`bf16[17,32]` with the layout
 `T(8,128)(2,1)` takes 24 × 128 × 2); the two dimensions that lie in them are padded to multiples. The compiler chooses
 the dimensions: of an image's array batch and features, of any other those that pad least. (A batch that fills no tile
-lies as any other array, or in parts: `compilers/tpu_parts.py`.)
+lies as any other array.)
 """
 
 from __future__ import annotations

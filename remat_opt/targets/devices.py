@@ -39,6 +39,7 @@ class Target:
         counts_flops: whether a search is to make FLOPs least, as papers count them, instead of estimated seconds: times
             are then those of a device that moves bytes for nothing and computes everything at float32's rate. Write
             `dataclasses.replace(resolve_target("h200"), counts_flops=True)`.
+        on_chip_bytes: of a TPU, what its vector memory holds of a program's arrays (XLA's memory space assignment).
     """
 
     name: str
@@ -51,6 +52,7 @@ class Target:
     compiler_config: str = field(default="", repr=False)
     devices: int = 1
     counts_flops: bool = False
+    on_chip_bytes: int = 0
 
     def xla_limit(self, argument_and_result_bytes: int) -> int | None:
         """Bytes of temporary memory above which XLA's GPU compiler recomputes on its own (its pass
@@ -136,11 +138,13 @@ def _gpu(
 
 
 def _tpu(
-    name: str, topology: str, memory_gib: int, bandwidth: float, bfloat16: float, kinds: tuple[str, ...]
+    name: str, topology: str, memory_gib: int, vector_memory_mib: int, bandwidth: float, bfloat16: float, kinds: tuple
 ) -> Target:
     """A TPU chip's target; int8 runs at twice the rate of bfloat16, float32 operands are rounded to bfloat16."""
     flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": 2 * bfloat16}
-    return Target(name, "tpu", memory_gib * _GIB, bandwidth, flops, f"one chip of Cloud TPU {name}", kinds, topology)
+    description = f"one chip of Cloud TPU {name}"
+    on_chip = (vector_memory_mib - 16) * 2**20  # 16 MiB are the kernels' own scratch (`xla_tpu_scoped_vmem_limit_kib`)
+    return Target(name, "tpu", memory_gib * _GIB, bandwidth, flops, description, kinds, topology, on_chip_bytes=on_chip)
 
 
 # Dense rates (half of those with sparsity) of the SXM boards. NVIDIA H100 datasheet: 3.35 TB/s; 1979/2 (bfloat16),
@@ -166,15 +170,16 @@ _AMPERE_FLOPS = {
 # depend on the host that makes it, so these are constants.
 _CPU_FLOPS = {"bfloat16": 1.0 * _TERA, "float16": 1.0 * _TERA, "float32": 1.0 * _TERA, "float64": 0.5 * _TERA}
 
-# TPUs: https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e, "System architecture", figures per chip.
+# TPUs: https://cloud.google.com/tpu/docs/v5e, /v5p and /v6e, "System architecture", figures per chip;
+# vector memory: `pltpu.get_tpu_info`.
 _TARGETS = (
     Target("cpu", "cpu", None, 100e9, _CPU_FLOPS, "the host's CPU; rates are nominal, memory is the host's", ("cpu",)),
     _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800 * 10**9, _HOPPER_FLOPS, _HOPPER_FIELDS),
     _gpu("h100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320 * 10**6, _HOPPER_FLOPS, _HOPPER_FIELDS),
     _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040 * 10**6, _AMPERE_FLOPS, _AMPERE_FIELDS),
-    _tpu("v5e", "v5e:2x2", 16, 819e9, 197.0 * _TERA, ("TPU v5 lite", "TPU v5e")),
-    _tpu("v5p", "v5p:2x2x1", 95, 2765e9, 459.0 * _TERA, ("TPU v5", "TPU v5p")),
-    _tpu("v6e", "v6e:2x2", 32, 1640e9, 918.0 * _TERA, ("TPU v6 lite", "TPU v6e")),
+    _tpu("v5e", "v5e:2x2", 16, 128, 819e9, 197.0 * _TERA, ("TPU v5 lite", "TPU v5e")),
+    _tpu("v5p", "v5p:2x2x1", 95, 64, 2765e9, 459.0 * _TERA, ("TPU v5", "TPU v5p")),
+    _tpu("v6e", "v6e:2x2", 32, 128, 1640e9, 918.0 * _TERA, ("TPU v6 lite", "TPU v6e")),
 )
 TARGETS: Mapping[str, Target] = MappingProxyType({target.name: target for target in _TARGETS})
 
