@@ -43,8 +43,8 @@ class Compiler:
         self._known: dict[Any, Any] = {}
 
     def __call__(self, prepared: Any, solution: Any) -> Any:
-        """`remat_opt.deciding.Measure`."""
-        from remat_opt.compiling import compile_candidate
+        """`remat_opt.planner.decision.Measure`."""
+        from remat_opt.callable.compiling import compile_candidate
 
         key = None if solution is None else (prepared, solution.schedule)
         if key in self._known:
@@ -65,8 +65,8 @@ def measure_row(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
         the refusal says would have been kept.
     """
     import remat_opt
-    from remat_opt.planning import decide
-    from remat_opt.settings import check_settings
+    from remat_opt.planner.planning import decide
+    from remat_opt.planner.settings import check_settings
 
     given, args, kwargs, options = load_step(row)
     step = remat_opt.optimize(given, target=row.target, **options)

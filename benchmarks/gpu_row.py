@@ -23,7 +23,7 @@ from benchmarks.row import answer, find_row, said_of
 from benchmarks.tables import Row, is_planned
 from benchmarks.variants import example_of, write
 from remat_opt.examples import TrainingExample
-from remat_opt.plan import Plan
+from remat_opt.planner.plan import Plan
 from remat_opt.targets import attached_target, read_figures
 
 STEPS_IN_A_TURN = 4  # dispatched at once, so that the host's part of a step does not count

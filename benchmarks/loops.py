@@ -60,7 +60,7 @@ def measure_row(row: Row) -> dict[str, Any]:
 
     import remat_opt
     from benchmarks.loop_networks import NETWORKS
-    from remat_opt.measuring import measure_step
+    from remat_opt.callable.measure import measure_step
     from tests.flop_walk import flops_of
 
     given, args = NETWORKS[row.network]()

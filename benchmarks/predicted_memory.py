@@ -174,7 +174,7 @@ def foresee_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
 
 def walked(plain: Any, step: Any, args: tuple) -> float:
     """Extra FLOPs as a part of the plain step's, counted over what is written, apart from the package."""
-    from remat_opt.program import compat
+    from remat_opt.trace import compat
     from tests.flop_walk import flops_of
 
     before, after = (flops_of(compat.without_dead_code(one.trace(*args).jaxpr)) for one in (plain, step))

@@ -23,9 +23,9 @@ from remat_opt.examples import make_example
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
-from remat_opt.program.inline import inline
 from remat_opt.search import Problem, feng_huang, search_of
 from remat_opt.targets import resolve_target
+from remat_opt.trace.inline import inline
 
 DEPTHS = (22, 70, 222, 700, 2220)
 

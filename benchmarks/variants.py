@@ -21,10 +21,10 @@ import jax
 import remat_opt
 from benchmarks.tables import BY_FLOPS, OURS, POLICIES, VARIANTS, Row, is_planned
 from remat_opt.examples import TrainingExample, make_example
-from remat_opt.plan import Plan
-from remat_opt.program import compat
+from remat_opt.planner.plan import Plan
 from remat_opt.targets import CompilationOutOfMemory, Figures, measure_flat, resolve_target
 from remat_opt.targets.options import compiler_options_for
+from remat_opt.trace import compat
 from remat_opt.version import __version__
 from tests.flop_walk import flops_of
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from remat_opt.budget import InfeasibleBudget, parse_budget
+from remat_opt.planner.budget import InfeasibleBudget, parse_budget
 from remat_opt.version import __version__
 
 NEEDED = ("rich", "flax", "optax")
@@ -91,8 +91,7 @@ def _demo(given: Any, parser: argparse.ArgumentParser) -> int:
     if missing:
         print(f'the demo needs {" and ".join(missing)}; write: pip install "remat_opt[examples]"', file=sys.stderr)
         return 1
-    from remat_opt import demo, demo_tables
-    from remat_opt.examples import NETWORKS
+    from remat_opt.examples import NETWORKS, demo, demo_tables
 
     if given.model not in NETWORKS:
         parser.error(f"unknown model {given.model!r}; there are {', '.join(sorted(NETWORKS))}")

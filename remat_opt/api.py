@@ -6,14 +6,14 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from remat_opt.measuring import Measurement, measure_step
-from remat_opt.optimized import OptimizedFunction
-from remat_opt.pareto import Frontier, trace_frontier
-from remat_opt.plan import Plan
-from remat_opt.program import compat
-from remat_opt.resolving import bind, is_optimized, resolve
-from remat_opt.settings import Settings, check_settings
+from remat_opt.callable.frontier import Frontier, trace_frontier
+from remat_opt.callable.function import OptimizedFunction
+from remat_opt.callable.measure import Measurement, measure_step
+from remat_opt.callable.resolving import bind, is_optimized, resolve
+from remat_opt.planner.plan import Plan
+from remat_opt.planner.settings import Settings, check_settings
 from remat_opt.targets import Target, resolve_target
+from remat_opt.trace import compat
 
 _NOT_GIVEN: Any = object()
 

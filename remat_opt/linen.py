@@ -18,8 +18,8 @@ import jax
 from flax.core import lift
 from flax.linen import transforms
 
-from remat_opt import checkpointing
-from remat_opt.plan import Plan
+from remat_opt.callable import checkpointing
+from remat_opt.planner.plan import Plan
 from remat_opt.targets import Target
 
 Filter = Any

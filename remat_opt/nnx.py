@@ -18,12 +18,12 @@ from typing import Any
 import jax
 from flax import nnx
 
-from remat_opt.checkpoint_policy import check_policy
-from remat_opt.checkpointing import checkpoint
-from remat_opt.plan import Plan
-from remat_opt.program.compat import JitDescription
-from remat_opt.resolving import resolve
+from remat_opt.callable.checkpoint_policy import check_policy
+from remat_opt.callable.checkpointing import checkpoint
+from remat_opt.callable.resolving import resolve
+from remat_opt.planner.plan import Plan
 from remat_opt.targets import Target
+from remat_opt.trace.compat import JitDescription
 
 _NOT_GIVEN: Any = object()
 

@@ -14,7 +14,7 @@ import jax
 import numpy as np
 from jax.extend.core import primitives as P
 
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 
 def apply_in_numpy(equation: Any, arguments: Sequence[Any]) -> list[Any] | None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import primitives
 
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 Values = Sequence[Any]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_opt
-from remat_opt import pods
+from remat_opt.planner import processes as pods
 from remat_opt.search import Problem, Solution
 from tests.timeless import planned
 

@@ -12,14 +12,14 @@ import numpy as np
 from jax.extend import core
 
 from remat_opt import InfeasibleBudget, optimize
-from remat_opt.forms import Forms, Found
-from remat_opt.plan import Plan
-from remat_opt.planning import decide, decision_of
-from remat_opt.prepared import Prepared, prepare
-from remat_opt.program import compat
-from remat_opt.program.capture import capture
-from remat_opt.settings import check_settings
+from remat_opt.planner.candidates import Forms, Found
+from remat_opt.planner.plan import Plan
+from remat_opt.planner.planning import decide, decision_of
+from remat_opt.planner.prepared import Prepared, prepare
+from remat_opt.planner.settings import check_settings
+from remat_opt.rewrites.captured import capture
 from remat_opt.targets import resolve_target
+from remat_opt.trace import compat
 from tests.numpy_ops import apply_in_numpy
 from tests.op_by_op import bits, run_op_by_op
 from tests.random_programs import RandomProgram

@@ -11,8 +11,8 @@ from remat_opt.examples import EXAMPLES, make_example
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
-from remat_opt.program.inline import inline
 from remat_opt.targets import resolve_target
+from remat_opt.trace.inline import inline
 
 NETWORKS = ("resnet50", "densenet121", "vgg16", "alexnet")
 # The small twins of the examples, those of the same file that are no different left out.

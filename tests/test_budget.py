@@ -14,11 +14,11 @@ import pytest
 from step_networks import sine_arguments
 from step_networks import sine_step as step
 
-import remat_opt.optimized
+import remat_opt.callable.function
 from remat_opt import InfeasibleBudget, Plan, RematWarning, optimize
-from remat_opt.budget import Budget, parse_budget
-from remat_opt.deciding import Decider
-from remat_opt.forms import Found
+from remat_opt.planner.budget import Budget, parse_budget
+from remat_opt.planner.candidates import Found
+from remat_opt.planner.decision import Decider
 from remat_opt.search import SOLVERS
 from remat_opt.targets.figures import Figures
 
@@ -373,7 +373,7 @@ def test_where_planning_fails_the_error_is_raised_or_the_step_runs_as_given(monk
     def failing(*_: Any) -> Any:
         raise RuntimeError("the search broke")
 
-    monkeypatch.setattr(remat_opt.optimized, "decide", failing)
+    monkeypatch.setattr(remat_opt.callable.function, "decide", failing)
     with pytest.raises(RuntimeError, match="the search broke"):
         optimize(step)(PARAMS, X)
     optimized = optimize(step, on_error="plain")

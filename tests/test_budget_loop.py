@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from remat_opt.budget_loop import MOST_COMPILATIONS, _BudgetLoop
+from remat_opt.planner.budget_loop import MOST_COMPILATIONS, _BudgetLoop
 
 
 def candidate(peak: int, compiled: int, seconds: float, *, in_our_order: bool = False) -> SimpleNamespace:

@@ -12,8 +12,8 @@ from jax.ad_checkpoint import checkpoint_name
 from test_checkpoint_transforms import assert_close, checkpoints_in, data, loss, network
 
 import remat_opt
-import remat_opt.segmentation
-from remat_opt.program import compat
+import remat_opt.planner.segmentation
+from remat_opt.trace import compat
 
 checkpoint = remat_opt.checkpoint
 
@@ -171,7 +171,7 @@ def test_a_derivative_that_only_jax_can_read_is_told_with_the_cause(
     def broken(*_: Any, **__: Any) -> Any:
         raise KeyError("a bug in remat_opt")
 
-    monkeypatch.setattr(remat_opt.segmentation, stage, broken)
+    monkeypatch.setattr(remat_opt.planner.segmentation, stage, broken)
     params, x = data()
 
     def of_stage(params, x):  # another program for each, since decisions are remembered

@@ -19,7 +19,7 @@ from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from test_checkpoint_transforms import assert_close, checkpoints_in
 
 import remat_opt
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 KEEP_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 MB = 10**6

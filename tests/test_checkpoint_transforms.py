@@ -12,7 +12,7 @@ from jax.sharding import Mesh, PartitionSpec
 from op_by_op import VALUES_ONLY
 
 import remat_opt
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 pytestmark = pytest.mark.short
 
@@ -259,7 +259,7 @@ def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
 
 
 def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.WarningsRecorder) -> None:
-    from remat_opt import checkpointing
+    from remat_opt.callable import checkpointing
 
     checkpointing._tell_of_remat3.cache_clear()
     jax.grad(remat_opt.checkpoint(loss))(*data())

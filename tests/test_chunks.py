@@ -16,7 +16,7 @@ from remat_opt.loops.memory import ChunkSizes
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 layers = functools.partial(models.over_layers, models.block, tx=optax.adamw(1e-2))
 

@@ -12,8 +12,8 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.pins import Pin
 from remat_opt.graph.schedule import Run, Schedule
-from remat_opt.program.inline import inline
-from remat_opt.program.random_masks import masks_of_bits
+from remat_opt.rewrites.random_masks import masks_of_bits
+from remat_opt.trace.inline import inline
 
 BIG, SMALL = 1000, 2
 

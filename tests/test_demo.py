@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 import remat_opt
-from remat_opt import demo
 from remat_opt.__main__ import main
-from remat_opt.examples import NETWORKS
+from remat_opt.examples import NETWORKS, demo
 from remat_opt.report.units import format_bytes
 
 TINY = ["demo", "--model", "resnet18", "--batch", "2", "--size", "64", "--steps", "2", "--runs", "1"]

@@ -12,10 +12,10 @@ from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, join_runs
-from remat_opt.program.inline import inline
 from remat_opt.search import Problem, search_of
 from remat_opt.search.moves import needed
 from remat_opt.search.polish import descend
+from remat_opt.trace.inline import inline
 
 
 @pytest.mark.parametrize("seed", range(12))

@@ -14,8 +14,8 @@ from jax.experimental import checkify, io_callback
 from jax.extend.core import jaxprs_in_params, primitives
 
 from remat_opt import RematWarning, optimize
-from remat_opt.program import compat
-from remat_opt.program.effects import is_stateful
+from remat_opt.trace import compat
+from remat_opt.trace.effects import is_stateful
 
 pytestmark = pytest.mark.short
 

@@ -12,7 +12,7 @@ from jax.extend.core import jaxpr_as_fun, primitives
 from step_networks import sine_arguments
 from step_networks import sine_step as step
 
-import remat_opt.prepared
+import remat_opt.planner.prepared
 from remat_opt import RematWarning, optimize
 
 pytestmark = pytest.mark.short
@@ -23,17 +23,17 @@ PARAMS, X = sine_arguments(width=16, layers=6, batch=128)
 EXPECTED = jax.jit(step)(PARAMS, X)
 
 STAGES = {
-    "inlining": "remat_opt.program.capture.inline",
-    "masks": "remat_opt.program.capture.mask_by_outputs",
-    "graph": "remat_opt.prepared.build",
-    "loops": "remat_opt.forms.ways_to_write",
-    "writing loops": "remat_opt.prepared.write_loops",
-    "search": "remat_opt.forms.Forms.found",
-    "names": "remat_opt.prepared.name_values",
-    "fingerprint": "remat_opt.prepared.fingerprint",
-    "writing": "remat_opt.prepared.write",
-    "compiling candidates": "remat_opt.optimized.compile_as_called",
-    "options": "remat_opt.jit_options.compiler_options_for",
+    "inlining": "remat_opt.rewrites.captured.inline",
+    "masks": "remat_opt.rewrites.captured.mask_by_outputs",
+    "graph": "remat_opt.planner.prepared.build",
+    "loops": "remat_opt.planner.candidates.ways_to_write",
+    "writing loops": "remat_opt.planner.prepared.write_loops",
+    "search": "remat_opt.planner.candidates.Forms.found",
+    "names": "remat_opt.planner.prepared.name_values",
+    "fingerprint": "remat_opt.planner.prepared.fingerprint",
+    "writing": "remat_opt.planner.prepared.write",
+    "compiling candidates": "remat_opt.callable.function.compile_as_called",
+    "options": "remat_opt.callable.jit_options.compiler_options_for",
 }
 
 
@@ -105,13 +105,13 @@ def refused(*inputs: Any) -> Any:
 
 @pytest.mark.parametrize("planned_before", [False, True])
 def test_a_written_step_that_does_not_compile_falls_back(planned_before: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = remat_opt.prepared.write
+    write = remat_opt.planner.prepared.write
 
     def write_wrongly(*args: Any) -> list[Any]:
         *results, value = write(*args)
         return [*results, value + refused()[0]]
 
-    monkeypatch.setattr(remat_opt.prepared, "write", write_wrongly)
+    monkeypatch.setattr(remat_opt.planner.prepared, "write", write_wrongly)
     with pytest.raises(jax.errors.JaxRuntimeError):
         optimize(step)(PARAMS, X)
     given = jax.tree.map(jnp.copy, PARAMS)

@@ -14,8 +14,8 @@ from loop_kernels import kernel_tanh
 
 from remat_opt.graph.build import bytes_of, kind_of
 from remat_opt.graph.graph import Kind
-from remat_opt.program.flops import flops_of
-from remat_opt.program.inline import inline
+from remat_opt.trace.flops import flops_of
+from remat_opt.trace.inline import inline
 
 pytestmark = pytest.mark.short
 

@@ -13,9 +13,9 @@ from flop_walk import flops_of
 from jax import lax
 
 import remat_opt
-from remat_opt.forms import Forms
 from remat_opt.loops import choose
 from remat_opt.loops.choose import MOST_EXTRA
+from remat_opt.planner.candidates import Forms
 from remat_opt.report.units import format_bytes
 
 LAYERS, BATCH, WIDTH = 12, 1024, 32
@@ -110,7 +110,9 @@ def test_a_search_is_asked_once_for_each_form_and_limit(solver, monkeypatch):
     asked = []
     given = remat_opt.optimize(scanned()[0]).prepare(*scanned()[1])
     monkeypatch.setattr(
-        remat_opt.forms, "solve", lambda *question: asked.append(question) or remat_opt.pods.solve(*question)
+        remat_opt.planner.candidates,
+        "solve",
+        lambda *question: asked.append(question) or remat_opt.planner.processes.solve(*question),
     )
     forms = Forms(given, solver)
     forms.least()

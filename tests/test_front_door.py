@@ -202,8 +202,8 @@ def test_positions_count_without_what_is_bound() -> None:
 
 def test_a_method_is_planned_once_for_all_objects_of_equal_static_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = []
-    decide = remat_opt.optimized.decide
-    monkeypatch.setattr(remat_opt.optimized, "decide", lambda *args: plans.append(args) or decide(*args))
+    decide = remat_opt.callable.function.decide
+    monkeypatch.setattr(remat_opt.callable.function, "decide", lambda *args: plans.append(args) or decide(*args))
 
     class Optimized(eqx.Module):
         w: jax.Array

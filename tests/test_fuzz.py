@@ -24,14 +24,14 @@ from jax.extend.core import primitives
 from rich.console import Console
 
 import remat_opt
-import remat_opt.forms
-import remat_opt.prepared
+import remat_opt.planner.candidates
+import remat_opt.planner.prepared
 from benchmarks import fuzz, fuzz_worker
-from remat_opt.prepared import prepare
-from remat_opt.program import compat, inline
-from remat_opt.program.capture import capture
+from remat_opt.emit import train_step
+from remat_opt.planner.prepared import prepare
+from remat_opt.rewrites.captured import capture
 from remat_opt.targets import resolve_target
-from remat_opt.write import train_step
+from remat_opt.trace import compat, inline
 from tests.op_by_op import run_op_by_op
 from tests.program_checks import How, any_way, check_compiled, check_rewritten, found_for
 from tests.random_programs import RandomProgram, programs, random_program
@@ -134,16 +134,18 @@ def with_a_term_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def with_weak_types_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are what they are in NumPy."""
-    write = remat_opt.prepared.write
+    write = remat_opt.planner.prepared.write
     monkeypatch.setattr(
-        remat_opt.prepared, "write", lambda *args: [jax.lax.convert_element_type(x, x.dtype) for x in write(*args)]
+        remat_opt.planner.prepared,
+        "write",
+        lambda *args: [jax.lax.convert_element_type(x, x.dtype) for x in write(*args)],
     )
 
 
 def with_a_higher_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search takes a schedule of more memory for one of less."""
     monkeypatch.setattr(
-        remat_opt.forms.Found,
+        remat_opt.planner.candidates.Found,
         "peak",
         property(lambda self: 10 * self.solution.peak if self.solution.schedule.recomputed else self.solution.peak),
     )

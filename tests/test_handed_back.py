@@ -9,8 +9,8 @@ import pytest
 from jax import lax
 
 import remat_opt
-from remat_opt.program.capture import capture
-from remat_opt.program.inline import Program
+from remat_opt.rewrites.captured import capture
+from remat_opt.trace.inline import Program
 
 LENGTH, BATCH, WIDTH = 6, 64, 16
 

@@ -22,8 +22,8 @@ from step_networks import sine_step as step
 
 from remat_opt import Plan, PlanError, RematWarning, optimize
 from remat_opt.loops.choice import Chunks, LoopChoice
-from remat_opt.plan import _digest_of_schedule, digest
-from remat_opt.plan_checks import MOST_OPERATIONS, check_runs, most_runs
+from remat_opt.planner.plan import _digest_of_schedule, digest
+from remat_opt.planner.plan_checks import MOST_OPERATIONS, check_runs, most_runs
 
 pytestmark = pytest.mark.short
 

@@ -13,8 +13,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
-from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Equation, Program, inline
 
 pytestmark = pytest.mark.short
 

@@ -17,7 +17,6 @@ from test_loops_values import RATES, captured
 import remat_opt
 from benchmarks.loop_networks import gpt
 from remat_opt.examples import make_example
-from remat_opt.looping import SearchedSteps
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.choose import LoopChoices, choose, needed
 from remat_opt.loops.costs import PairCosts
@@ -26,11 +25,12 @@ from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.recomputation import joint_step, recomputation
 from remat_opt.loops.reverse import room_for
 from remat_opt.loops.rewrite import rewrite_loops
-from remat_opt.prepared import prepare
-from remat_opt.program import compat
-from remat_opt.program.capture import capture
+from remat_opt.planner.loop_search import SearchedSteps
+from remat_opt.planner.prepared import prepare
+from remat_opt.rewrites.captured import capture
 from remat_opt.targets import measure_flat, resolve_target
 from remat_opt.targets.options import compiler_options_for
+from remat_opt.trace import compat
 
 # XLA's own, not `conftest`'s: with these the loops are rounded alike, to the bit.
 AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}

@@ -17,7 +17,7 @@ from remat_opt.loops.options import best_chunk
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
-from remat_opt.program.fingerprint import fingerprint
+from remat_opt.trace.fingerprint import fingerprint
 
 
 def bytes_between(program):

@@ -10,10 +10,10 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import remat_opt
-from remat_opt.program import compat
-from remat_opt.program.effects import communicates
-from remat_opt.program.inline import inline
-from remat_opt.program.mapped import in_two_parts
+from remat_opt.trace import compat
+from remat_opt.trace.effects import communicates
+from remat_opt.trace.inline import inline
+from remat_opt.trace.mapped import in_two_parts
 
 P = PartitionSpec
 MESH = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -9,9 +9,9 @@ import pytest
 from jax import lax
 from jax.extend.core import primitives
 
-from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Program, inline
-from remat_opt.program.masks import mask_by_outputs
+from remat_opt.rewrites.masks import mask_by_outputs
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Program, inline
 
 pytestmark = pytest.mark.short
 

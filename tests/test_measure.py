@@ -8,10 +8,10 @@ import pytest
 from jax.experimental import io_callback
 
 import remat_opt
-from remat_opt.program import compat
-from remat_opt.program.flops import count_flops
 from remat_opt.targets import CompilationOutOfMemory, Figures, resolve_target
 from remat_opt.targets.options import merges_checkpoints
+from remat_opt.trace import compat
+from remat_opt.trace.flops import count_flops
 
 WIDTH, LAYERS, BATCH = 256, 6, 2**18  # an activation does not fit a TPU's memory on the chip
 PARAMS = [jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)] * LAYERS

@@ -156,9 +156,9 @@ FAILURES = {
     "the step": Failure(UserError),
     "the budget": Failure(remat_opt.InfeasibleBudget, lambda: {"budget": 1000}),
     "the plan": Failure(remat_opt.PlanError, lambda: {"plan": other_plan()}),
-    "planning": Failure(UserError, broken="remat_opt.optimized.decide"),
-    "compiling": Failure(UserError, lambda: {"budget": 0.5}, "remat_opt.optimized.compile_as_called"),
-    "writing": Failure(UserError, broken="remat_opt.prepared.write"),
+    "planning": Failure(UserError, broken="remat_opt.callable.function.decide"),
+    "compiling": Failure(UserError, lambda: {"budget": 0.5}, "remat_opt.callable.function.compile_as_called"),
+    "writing": Failure(UserError, broken="remat_opt.planner.prepared.write"),
 }
 KINDS: dict[str, Callable[[Callable], Any]] = {
     "plain": lambda fun: fun,

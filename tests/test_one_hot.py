@@ -9,8 +9,8 @@ from jax.extend.core import primitives
 import remat_opt
 from remat_opt.loops.body import is_loop, read_loop
 from remat_opt.loops.regions import emit_of
-from remat_opt.program.inline import Program, inline
-from remat_opt.program.one_hot import by_comparison
+from remat_opt.rewrites.one_hot import by_comparison
+from remat_opt.trace.inline import Program, inline
 
 
 def gradient(axis: int, mode: str | None = None):

@@ -11,12 +11,12 @@ from flop_walk import flops_of
 
 import remat_opt
 from remat_opt import Plan, PlanError, optimize
-from remat_opt.compiling import compile_candidate
-from remat_opt.prepared import prepare
-from remat_opt.program import compat
-from remat_opt.program.capture import capture
+from remat_opt.callable.compiling import compile_candidate
+from remat_opt.planner.prepared import prepare
+from remat_opt.rewrites.captured import capture
 from remat_opt.targets import resolve_target
 from remat_opt.targets.options import compiler_options_for
+from remat_opt.trace import compat
 
 TIMES, WIDTH, ROWS = 24, 256, 64
 
@@ -102,7 +102,7 @@ def bytes_in_our_order() -> int:
 
 def test_gradients_of_a_weight_wait_for_the_sum_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned = bytes_in_our_order()
-    monkeypatch.setattr("remat_opt.write.train_step.pins", lambda *_: {})
+    monkeypatch.setattr("remat_opt.emit.train_step.pins", lambda *_: {})
     unpinned = bytes_in_our_order()
     assert pinned < 0.8 * unpinned
 
@@ -127,7 +127,7 @@ def test_a_function_without_a_gradient_may_need_less_in_our_order() -> None:
 def test_what_runs_as_given_is_compiled_without_our_options(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
-        "remat_opt.compiling.compile_elsewhere", lambda *_, **how: asked.append(how["compiler_options"])
+        "remat_opt.callable.compiling.compile_elsewhere", lambda *_, **how: asked.append(how["compiler_options"])
     )
     prepared = prepare(capture(jax.jit(lambda x: jnp.sin(x).sum()), (jnp.ones(8),), {}), resolve_target("cpu"))
     for solution in (prepared.problem.plain, None):

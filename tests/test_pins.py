@@ -10,15 +10,15 @@ import pytest
 from jax import lax
 
 from remat_opt import optimize
-from remat_opt.forms import Forms
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.pins import Pin, pins
 from remat_opt.graph.schedule import Run, Schedule
-from remat_opt.prepared import prepare
-from remat_opt.program import compat
-from remat_opt.program.capture import capture
+from remat_opt.planner.candidates import Forms
+from remat_opt.planner.prepared import prepare
+from remat_opt.rewrites.captured import capture
 from remat_opt.targets import measure_flat, resolve_target
+from remat_opt.trace import compat
 from tests.training_steps import STEPS
 from tests.written_programs import bridge_of
 
@@ -108,7 +108,7 @@ def temporary_bytes() -> int:
 def test_the_gpu_compiler_keeps_the_order_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without pins the compiler has an activation and its gradient at once."""
     pinned = temporary_bytes()
-    monkeypatch.setattr("remat_opt.write.train_step.pins", lambda *_: {})
+    monkeypatch.setattr("remat_opt.emit.train_step.pins", lambda *_: {})
     unpinned = temporary_bytes()
     # The convolution at the peak reads a reversed kernel, which is made there.
     assert pinned <= unpinned - 4 * IMAGES.size + 4 * KERNELS[-1].size
@@ -207,7 +207,7 @@ def test_the_gpu_compiler_does_not_store_the_derivative_beside_an_activation(mon
         return pins(dataclasses.replace(graph, ops=ops), *rest)
 
     pinned = temp_bytes()
-    monkeypatch.setattr("remat_opt.write.train_step.pins", pins_together)
+    monkeypatch.setattr("remat_opt.emit.train_step.pins", pins_together)
     assert pinned <= temp_bytes() - 0.8 * 4 * TOKENS * HIDDEN
 
 

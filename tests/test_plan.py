@@ -17,9 +17,9 @@ import step_networks as networks
 from jax.extend.core import primitives
 
 from remat_opt import Plan, PlanError, RematWarning, optimize
-from remat_opt.plan import SCHEMA
-from remat_opt.program.capture import capture
-from remat_opt.program.fingerprint import fingerprint
+from remat_opt.planner.plan import SCHEMA
+from remat_opt.rewrites.captured import capture
+from remat_opt.trace.fingerprint import fingerprint
 
 pytestmark = pytest.mark.short
 

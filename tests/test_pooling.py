@@ -12,15 +12,15 @@ from jax import lax
 from jax.extend.core import primitives
 
 from remat_opt import Plan, optimize
+from remat_opt.emit.train_step import write
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import save_everything
-from remat_opt.program import compat
-from remat_opt.program.inline import Equation, inline
-from remat_opt.program.pool_parts import PLACES, places_of, spread
-from remat_opt.program.pooling import by_places, without_scatter
+from remat_opt.rewrites.pooling import by_places, without_scatter
 from remat_opt.targets import measure_flat
-from remat_opt.write.train_step import write
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Equation, inline
+from remat_opt.trace.pool_parts import PLACES, places_of, spread
 
 RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
 

@@ -8,8 +8,8 @@ from random_graphs import training_chain
 from training_steps import STEPS
 
 import remat_opt
-from remat_opt.report import progress
-from remat_opt.report.progress import SearchProgress
+from remat_opt.planner import progress
+from remat_opt.planner.progress import SearchProgress
 from remat_opt.search import Problem, search_of
 from remat_opt.search.watching import done, watched_by
 

@@ -10,8 +10,8 @@ from jax.sharding import PartitionSpec
 
 import remat_opt
 from remat_opt.graph.cost import Rates
-from remat_opt.looping import body_in_segments
-from remat_opt.program.capture import capture
+from remat_opt.planner.loop_search import body_in_segments
+from remat_opt.rewrites.captured import capture
 from remat_opt.search import SOLVERS
 
 LAYERS, WIDTH, BATCH = 12, 16, 512

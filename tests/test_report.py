@@ -14,7 +14,7 @@ from remat_opt.graph.derive import Choice, derive
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
-from remat_opt.plan import Plan, Prediction, pack
+from remat_opt.planner.plan import Plan, Prediction, pack
 from remat_opt.report.curves import curve_of, draw
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.report.saved import Reason, join_names, reasons_of

@@ -6,9 +6,9 @@ from flop_walk import flops_of
 
 import remat_opt
 from remat_opt.examples import image_classifier
-from remat_opt.planning import decide
-from remat_opt.prepared import Prepared
-from remat_opt.settings import check_settings
+from remat_opt.planner.planning import decide
+from remat_opt.planner.prepared import Prepared
+from remat_opt.planner.settings import check_settings
 
 pytestmark = pytest.mark.xdist_group("resnet50 flops")
 

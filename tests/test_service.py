@@ -54,14 +54,14 @@ def without_collector() -> Iterator[None]:
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     """What is decided while a test runs."""
-    made, decide = [], remat_opt.optimized.decide
+    made, decide = [], remat_opt.callable.function.decide
 
     def deciding(*arguments: Any) -> Any:
         decision = decide(*arguments)
         made.append(weakref.ref(decision))
         return decision
 
-    monkeypatch.setattr(remat_opt.optimized, "decide", deciding)
+    monkeypatch.setattr(remat_opt.callable.function, "decide", deciding)
     return made
 
 

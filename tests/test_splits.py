@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from remat_opt.program.capture import capture
-from remat_opt.program.inline import inline
-from remat_opt.program.splits import by_slices
+from remat_opt.rewrites.captured import capture
+from remat_opt.rewrites.splits import by_slices
+from remat_opt.trace.inline import inline
 
 
 def test_a_split_is_a_slice_for_each_piece() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from remat_opt.supported import HIGHEST_JAX, LOWEST_JAX, check_jax_version
+from remat_opt.trace.supported import HIGHEST_JAX, LOWEST_JAX, check_jax_version
 
 pytestmark = pytest.mark.short
 

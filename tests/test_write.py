@@ -18,7 +18,7 @@ from written_programs import bridge_of, equations, jaxpr_of, names_of, outline, 
 from remat_opt.graph.build import Bridge
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.schedule import Run, Schedule, save_everything
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 pytestmark = pytest.mark.short
 

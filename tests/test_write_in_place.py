@@ -11,13 +11,13 @@ from jax.extend.core import primitives
 from test_write import BATCH, OPTIONS, WIDTHS, mlp_state, momentum_step
 from written_programs import RATES, bridge_of, jaxpr_of, names_of, outline, written
 
+from remat_opt.emit.train_step import write
 from remat_opt.graph.build import build
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
-from remat_opt.program import compat
-from remat_opt.program.inline import inline
-from remat_opt.write.train_step import write
+from remat_opt.trace import compat
+from remat_opt.trace.inline import inline
 
 
 def test_prints_happen_once_and_in_order(capfd: pytest.CaptureFixture) -> None:

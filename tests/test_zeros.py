@@ -12,9 +12,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
 
 from remat_opt import RematWarning, measure, optimize
-from remat_opt.program import compat
-from remat_opt.program.inline import inline
-from remat_opt.write.zeros import LEAST_BYTES, loop_with_late_stacks, may_wait
+from remat_opt.emit.zeros import LEAST_BYTES, loop_with_late_stacks, may_wait
+from remat_opt.trace import compat
+from remat_opt.trace.inline import inline
 
 ROWS, WIDTH = 64, 64  # a step's array is a small part of `LEAST_BYTES`
 

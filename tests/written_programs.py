@@ -8,12 +8,12 @@ from typing import Any
 import jax
 from jax.extend import core
 
+from remat_opt.emit.train_step import write
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import Schedule
-from remat_opt.program import compat
-from remat_opt.program.inline import inline
-from remat_opt.write.train_step import write
+from remat_opt.trace import compat
+from remat_opt.trace.inline import inline
 
 RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
 

@@ -17,15 +17,15 @@ from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.graph.tiles import padded_bytes
-from remat_opt.program import compat
-from remat_opt.program.flops import flops_of
-from remat_opt.program.images import POOLS, images_of
-from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again
-from remat_opt.program.platforms import GPUS
-from remat_opt.program.pooling import EXPANDING_PLATFORMS, by_places
-from remat_opt.program.primitives import CONTRACTION, DEAR, ELEMENTWISE, REDUCTION
-from remat_opt.program.random_masks import masks_of_bits
-from remat_opt.program.splits import by_slices
+from remat_opt.rewrites.pooling import EXPANDING_PLATFORMS, by_places
+from remat_opt.rewrites.random_masks import masks_of_bits
+from remat_opt.rewrites.splits import by_slices
+from remat_opt.trace import compat
+from remat_opt.trace.flops import flops_of
+from remat_opt.trace.images import POOLS, images_of
+from remat_opt.trace.inline import Constant, Equation, Program, inline, may_run_again
+from remat_opt.trace.platforms import GPUS
+from remat_opt.trace.primitives import CONTRACTION, DEAR, ELEMENTWISE, REDUCTION
 
 WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
 _DEFAULT = jax.lax.Precision.DEFAULT

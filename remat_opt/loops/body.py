@@ -9,10 +9,10 @@ from typing import Any
 
 from jax.extend.core import primitives
 
-from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline, may_run_again, scope_of, within
-from remat_opt.program.mapped import in_two_parts
-from remat_opt.program.one_hot import by_comparison
+from remat_opt.rewrites.one_hot import by_comparison
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Equation, Program, inline, may_run_again, scope_of, within
+from remat_opt.trace.mapped import in_two_parts
 
 Atom = int | Constant
 

@@ -24,8 +24,8 @@ from remat_opt.loops.options import PairOptions, pair_options
 from remat_opt.loops.pairs import Pair, Pairs, find_pairs
 from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import find_update
-from remat_opt.program.flops import flops_of
-from remat_opt.program.inline import Program
+from remat_opt.trace.flops import flops_of
+from remat_opt.trace.inline import Program
 
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from remat_opt.loops.body import evaluate
-from remat_opt.program.inline import Constant, Program
-from remat_opt.program.primitives import ELEMENTWISE
+from remat_opt.trace.inline import Constant, Program
+from remat_opt.trace.primitives import ELEMENTWISE
 
 
 def constant_equations(program: Program) -> dict[int, int]:

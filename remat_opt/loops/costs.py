@@ -26,8 +26,8 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step, recomputation
 from remat_opt.loops.steps import StepCost, StepCosts, StepSearch
 from remat_opt.loops.update import Update
-from remat_opt.program.flops import flops_of
-from remat_opt.program.inline import Constant, Program
+from remat_opt.trace.flops import flops_of
+from remat_opt.trace.inline import Constant, Program
 
 DEAR = (Kind.CONTRACTION, Kind.OPAQUE)
 

@@ -8,8 +8,8 @@ from remat_opt.loops.body import Atom
 from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.update import Update
-from remat_opt.program.fingerprint import fingerprint
-from remat_opt.program.inline import Constant, Program
+from remat_opt.trace.fingerprint import fingerprint
+from remat_opt.trace.inline import Constant, Program
 
 
 def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:

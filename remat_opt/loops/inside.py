@@ -20,8 +20,8 @@ from remat_opt.loops.choose import choose
 from remat_opt.loops.pairs import Pair, reason_to_stay_out
 from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of, while_of
 from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
-from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline, within
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Equation, Program, inline, within
 
 OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Body | None"]
 """Divide a body with a turning point into segments; which of its inputs may be overwritten. None: nothing to gain."""

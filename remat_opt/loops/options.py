@@ -15,7 +15,7 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import recomputation
 from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import Update
-from remat_opt.program.inline import Program
+from remat_opt.trace.inline import Program
 
 MOST_SAVED_SETS = 8
 MOST_HELD_SETS = 6  # of residuals that chunks may keep

@@ -14,8 +14,8 @@ from typing import Any
 
 from remat_opt.graph.build import bytes_of
 from remat_opt.loops.body import Loop, is_loop, read_loop, stateful_results
-from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Equation, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ from remat_opt.graph.build import Bridge
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.loops.pairs import reason_to_stay_out
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 MOST_OF_THE_PEAK = 0.5  # the part of a step's peak from which on a loop's body is said to make it
 

@@ -9,7 +9,7 @@ from remat_opt.loops.body import Atom, Slice, slice_back
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.constants import constant_equations, equations_for
 from remat_opt.loops.pairs import Pair
-from remat_opt.program.inline import Constant, Equation, Program
+from remat_opt.trace.inline import Constant, Equation, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -13,8 +13,8 @@ from jax import lax
 from remat_opt.loops.body import Loop, evaluate, read
 from remat_opt.loops.rewrite import values_among
 from remat_opt.loops.steps import Emit
-from remat_opt.program import compat
-from remat_opt.program.inline import Equation, Program
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Equation, Program
 
 
 @dataclasses.dataclass(frozen=True)

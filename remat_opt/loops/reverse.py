@@ -16,8 +16,8 @@ from remat_opt.loops.body import evaluate, read
 from remat_opt.loops.recomputation import JointStep, Recomputation
 from remat_opt.loops.steps import Emit
 from remat_opt.loops.update import update_slices
-from remat_opt.program import compat
-from remat_opt.program.slices import Slice, at_once
+from remat_opt.rewrites.slices import Slice, at_once
+from remat_opt.trace import compat
 
 if TYPE_CHECKING:
     from remat_opt.loops.write import PairWriter

@@ -17,8 +17,8 @@ from remat_opt.loops.recomputation import Recomputation, joint_step, recomputati
 from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import find_update
 from remat_opt.loops.write import PairWriter
-from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program, inline
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Equation, Program, inline
 
 
 def rewrite_loops(

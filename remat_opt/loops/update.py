@@ -18,9 +18,9 @@ from jax.extend.core import primitives as P
 from remat_opt.graph.build import bytes_of
 from remat_opt.loops.body import read
 from remat_opt.loops.pairs import Pair
-from remat_opt.program import compat
-from remat_opt.program.inline import Constant, Equation, Program
-from remat_opt.program.primitives import ELEMENTWISE
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.primitives import ELEMENTWISE
 
 # Elementwise by cost, but their parameters or operands speak of axes, so that they cannot be applied to one slice.
 _OF_AXES = frozenset(

@@ -35,7 +35,7 @@ from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_s
 from remat_opt.loops.reverse import ReverseLoop, StepBody, room_for, unroll_for
 from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import Update
-from remat_opt.program.inline import Constant, Program
+from remat_opt.trace.inline import Constant, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -11,7 +11,7 @@ from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import Liveness, simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.loops.choose import WrittenPair
-from remat_opt.plan import Plan
+from remat_opt.planner.plan import Plan
 from remat_opt.report.curves import Curve, curve_of
 from remat_opt.report.saved import Group, held_values, saved_groups
 from remat_opt.targets.devices import TARGETS

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Liveness
-from remat_opt.plan import Plan
+from remat_opt.planner.plan import Plan
 
 _NUMBER = re.compile(r"\d+")
 

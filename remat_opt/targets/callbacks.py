@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import io_callback
 from jax.extend import core as extend_core
 
-from remat_opt.program import compat
+from remat_opt.trace import compat
 
 
 def without_callbacks(closed: Any) -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from remat_opt.program.scopes import recomputed_in
+from remat_opt.trace.scopes import recomputed_in
 
 _COLLECTIVE = re.compile(
     r" (?:all-reduce|(all-gather)|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|collective-permute)"

@@ -1,0 +1,400 @@
+"""`checkpoint` and `policy`: for those who write a loss or a library, and do not own the step.
+
+A call traces the function, looks up what was decided for that program (or decides), and evaluates it in segments under
+`jax.checkpoint`. All of that happens while an outer `jax.jit` traces, or at each call where there is none.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from remat_opt.callable.adapters import AdaptedFunction, takes_equinox_modules, through_equinox
+from remat_opt.callable.bound import ask
+from remat_opt.callable.checkpoint_policy import NamesPolicy, UnderPolicy, check_as_jax, check_policy
+from remat_opt.callable.resolving import resolve
+from remat_opt.callable.static_arguments import statics_of
+from remat_opt.callable.warning import RematWarning, callers_level
+from remat_opt.emit.checkpoint import Layout, array_of, evaluate, write_segments
+from remat_opt.planner.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
+from remat_opt.planner.plan import Plan
+from remat_opt.planner.segmentation import Differentiated, differentiate, jax_differentiates
+from remat_opt.planner.settings import Settings, check_settings
+from remat_opt.report.explain import Explanation, explain
+from remat_opt.rewrites.captured import Captured, capture_traced
+from remat_opt.targets import Target, resolve_target
+from remat_opt.trace import compat
+from remat_opt.trace.fingerprint import fingerprint
+from remat_opt.trace.flops import note_of_loops
+from remat_opt.trace.inline import Program
+
+_NOT_GIVEN: Any = object()
+_MOST_REMEMBERED = 256  # programs
+
+
+def checkpoint(
+    fun: Any = _NOT_GIVEN,
+    *,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    solver: str = "auto",
+    plan: Plan | None = None,
+    policy: Callable[..., Any] | None = None,
+    prevent_cse: bool | Sequence[Any] = True,
+    concrete: bool = False,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    keep_user_names: bool = False,
+) -> Any:
+    """`jax.checkpoint` that finds its own policy.
+
+    The function is read when it is traced, differentiated once symbolically, and divided into segments under the public
+    `jax.checkpoint`, with `checkpoint_name` on the tensors worth keeping. Every transform of JAX applies to the result
+    as to the function: `grad`, `jvp`, `vmap`, `jit`, `scan`, `shard_map`, derivatives of derivatives. What
+    `jax.checkpoint` accepts it accepts, and with the same values.
+
+    Use `remat_opt.optimize` where you own the whole training step: it sees the optimizer too, promises budgets, and
+    sets the compiler options that the CPU needs. Use `checkpoint` for a loss or a layer that others differentiate.
+
+    A function whose differentiable results are small (a loss, a classifier's logits) is divided so that one call with
+    its backward pass needs the least memory, for at most about one more forward pass. Any other function is taken for
+    a layer of which there may be many: between forward and backward a call keeps no more than its arguments and the
+    bytes of its results, and a large layer is divided again inside, for up to two more forward passes.
+
+    On the CPU a plain `jax.jit` with jax 0.10 undoes all recomputation, as it does that of `jax.checkpoint`: jit the
+    step with `compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}` (without
+    the second, a barrier in a loop over a few bytes ends the process), or through `remat_opt.optimize`.
+
+    Args:
+        fun: as for `jax.checkpoint`; or what `remat_opt.optimize` takes, of which static arguments are kept. Modules
+            among the arguments are updated as the function's own `nnx.jit` does, else they are pytrees. Without it, a
+            decorator with these options.
+        budget: None for the least memory; or, for the least extra time, how many bytes of residuals one call (before
+            any `vmap`) keeps between its forward and its backward pass, its arguments and results not counted: an int,
+            text as "800MB", or a float in (0, 1] for a fraction of what it keeps without checkpoints. It is predicted,
+            not promised: what a compiler makes of it is not looked at. What cannot be kept within it is recomputed.
+            `"min"` is the least memory at any cost: segments within segments.
+        target: the device to plan for ("h200", "v5e", …); default: the attached backend.
+        solver: name of the search. "auto" takes the best of those whose plans are stretches of the program, one in
+            another, since that is what `jax.checkpoint` can express.
+        plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
+        policy: as for `jax.checkpoint`, one of `jax.checkpoint_policies` or a function like them. The result is then
+            `jax.checkpoint(fun, policy=policy)`: nothing is searched, and there is no plan.
+        prevent_cse: as for `jax.checkpoint`. False leaves out the barriers round recomputation, which a compiler may
+            then undo. A sequence says it for each argument, or each part of one; it does not concern the barriers of
+            values that the function makes.
+        concrete: has to be False, as for `jax.checkpoint`.
+        static_argnums: positions of arguments that are not arrays and decide what is traced; negative ones count from
+            the end. They need not be hashable.
+        static_argnames: the same for arguments given by name.
+        keep_user_names: respect the `jax.checkpoint`s and `checkpoint_name`s inside the function: regions under the
+            user's `jax.checkpoint` stay as they are, and names stay where they are, for a policy outside to find. By
+            default both are replaced by what the search finds.
+
+    Returns:
+        A function as `fun`, with `.plan(*args)` (what was decided, a `Plan`) and `.explain(*args)` added; arguments may
+        be `jax.ShapeDtypeStruct`s there. `jax.ad_checkpoint.print_saved_residuals` shows the kept tensors by name.
+
+    Raises:
+        TypeError: `fun` or `policy` is no function, or `prevent_cse` neither a bool nor a sequence.
+        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` or `.explain` of a
+            function with a policy.
+        NotImplementedError: `concrete=True`.
+        PlanError: at a call, where `plan` is for another function.
+    """
+    options: dict[str, Any] = {
+        "budget": budget,
+        "target": target,
+        "solver": solver,
+        "plan": plan,
+        "policy": policy,
+        "prevent_cse": prevent_cse,
+        "static_argnums": static_argnums,
+        "static_argnames": static_argnames,
+        "keep_user_names": keep_user_names,
+    }
+    check_as_jax(concrete, prevent_cse)
+    check_policy(policy, budget=budget, target=target, solver=solver, plan=plan)
+    settings = check_settings(
+        budget=budget,
+        target=target,
+        solver=solver,
+        plan=plan,
+        keep_user_checkpoints=keep_user_names,
+    )
+    if fun is _NOT_GIVEN:
+        return functools.partial(checkpoint, **options)
+    statics = _given_statics(static_argnums, static_argnames)
+    prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else tuple(prevent_cse)
+
+    def make(found: compat.JitDescription) -> Callable:
+        if policy is None:
+            return _recomputing(_Checkpointed(found, settings, prevent_cse))
+        return _recomputing(UnderPolicy(found, policy, prevent_cse))
+
+    return resolve(fun, statics, make, "checkpoint")
+
+
+def _given_statics(static_argnums: int | Sequence[int], static_argnames: str | Iterable[str]) -> dict[str, Any]:
+    given = {"static_argnums": static_argnums, "static_argnames": static_argnames}
+    return {name: value for name, value in given.items() if value != ()}
+
+
+def _recomputing(checkpointed: _Checkpointed | UnderPolicy) -> Callable:
+    """The function that stands for the one given, which the transforms of JAX apply to as to any function."""
+
+    @functools.wraps(checkpointed.fun)
+    def recomputing(*args, **kwargs):
+        return checkpointed(*args, **kwargs)
+
+    recomputing.plan = checkpointed.plan  # pyright: ignore[reportAttributeAccessIssue]
+    recomputing.explain = checkpointed.explain  # pyright: ignore[reportAttributeAccessIssue]
+    return recomputing
+
+
+def policy(
+    fun: Callable,
+    *args: Any,
+    budget: int | float | str | None = None,
+    target: str | Target | None = None,
+    static_argnums: int | Sequence[int] = (),
+    static_argnames: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> NamesPolicy:
+    """Which names to save, for those who place `jax.ad_checkpoint.checkpoint_name` themselves.
+
+        names, policy = remat_opt.policy(loss_fn, params, batch, budget=0.3)
+        loss_fn = jax.checkpoint(loss_fn, policy=policy)
+
+    Predicted for one `jax.checkpoint` round the function, with the recomputation of what lies between two saved names
+    done when its cotangents are due. Compilers may do more of it at once: `remat_opt.checkpoint` divides the function
+    so that they cannot.
+
+    Args:
+        fun: a function with names in it, as for `checkpoint`.
+        *args: its arguments, arrays or `jax.ShapeDtypeStruct`s; nothing runs.
+        budget: None for the names with which one call needs the least memory; or bytes of residuals, or a fraction of
+            those without checkpoints, as for `checkpoint`, for the least extra time. Predicted, not promised.
+        target: the device to plan for; default: the attached backend.
+        static_argnums: as for `checkpoint`.
+        static_argnames: as for `checkpoint`.
+        **kwargs: arguments of the function by name.
+
+    Raises:
+        ValueError: there is no name in the function, or nothing to differentiate.
+    """
+    settings = check_settings(
+        budget=budget,
+        target=target,
+        solver="auto",
+        plan=None,
+        keep_user_checkpoints=True,
+    )
+    statics = _given_statics(static_argnums, static_argnames)
+    checkpointed = resolve(fun, statics, lambda found: _Checkpointed(found, settings), "policy")
+    differentiated = ask(checkpointed, lambda inner, args, kwargs: inner.differentiated(args, kwargs), args, kwargs)
+    names = choose_names(differentiated, settings.budget)
+    return NamesPolicy(names, jax.checkpoint_policies.save_only_these_names(*names))
+
+
+class _Outcome(NamedTuple):
+    """What to do with a program. It holds numbers only, nothing of a trace that may be over.
+
+    Attributes:
+        layout: the segments that are written, where there are several.
+        is_one_region: without a layout: whether all of it stands under one `jax.checkpoint`, or runs as it is.
+    """
+
+    layout: Layout | None
+    is_one_region: bool
+
+
+_ONE_REGION = _Outcome(None, is_one_region=True)
+
+
+class _Outcomes:
+    """What was decided, by program and settings; shared, since libraries wrap a function anew at each trace."""
+
+    def __init__(self):
+        self.found: collections.OrderedDict[Any, tuple[_Outcome, Plan | None]] = collections.OrderedDict()
+        self.lock = threading.RLock()
+
+    def get(self, key: Any, decide: Callable[[], _Outcome], plan: Plan | None) -> _Outcome:
+        """The outcome for a key. The plan is held, so that its id, which is part of the key, stays its own."""
+        with self.lock:
+            if key not in self.found:
+                self.found[key] = decide(), plan
+                if len(self.found) > _MOST_REMEMBERED:
+                    self.found.popitem(last=False)
+            self.found.move_to_end(key)
+            return self.found[key][0]
+
+
+_OUTCOMES = _Outcomes()
+
+
+class _Checkpointed:
+    """A function under `checkpoint`, with what was decided for its programs."""
+
+    def __init__(self, found: compat.JitDescription, settings: Settings, prevent_cse: bool | tuple[Any, ...] = True):
+        self.found = found
+        self.fun = found.fun
+        self.settings = settings
+        self.prevent_cse = prevent_cse
+        self.static = statics_of(found)
+        self.delegate: AdaptedFunction | None = None
+
+    def for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
+        """What stands in for a plain function that is called with equinox modules some of whose leaves are no arrays:
+        the same through `eqx.filter_jit`."""
+        if not self.found.is_plain or not takes_equinox_modules(args, kwargs):
+            return None
+        if self.delegate is None:
+            self.delegate = through_equinox(self.fun, {}, self.again)
+        return self.delegate
+
+    def again(self, found: compat.JitDescription) -> _Checkpointed:
+        """Another function under the same options."""
+        return _Checkpointed(found, self.settings, self.prevent_cse)
+
+    def __call__(self, *args, **kwargs) -> Any:
+        if delegate := self.for_modules(args, kwargs):
+            return delegate(*args, **kwargs)
+        jitted, dynamic, rest = self.static.split(args, kwargs)
+        traced, captured = self.capture(jitted, dynamic, rest)
+        leaves = [x if isinstance(x, jax.Array) else jnp.asarray(x) for x in jax.tree.leaves((dynamic, rest))]
+        leaves = [*captured.closed_over, *leaves]
+        prevent_cse = self.prevent_cse_of(len(captured.closed_over), dynamic, rest)
+        outcome = self.outcome(captured)
+        # The function itself is not run again: it may update what it closes over.
+        as_it_is = functools.partial(_as_it_is, captured.program)
+        if outcome.layout is not None:
+            _warn_of_remat3()
+            results = write_segments(captured.program, outcome.layout, leaves, prevent_cse)
+        elif outcome.is_one_region:
+            results = jax.checkpoint(as_it_is, prevent_cse=prevent_cse)(*leaves)
+            results = [
+                array_of(x, captured.program.aval_of(out))
+                for x, out in zip(results, captured.program.outputs, strict=True)
+            ]
+        else:
+            results = as_it_is(*leaves)
+        return jax.tree.unflatten(traced.out_tree, results)
+
+    def prevent_cse_of(self, closed_over: int, args: tuple, kwargs: dict) -> bool | tuple[bool, ...]:
+        """For each leaf of a call whether it is read behind a barrier; not those that are closed over, as in JAX."""
+        if isinstance(self.prevent_cse, bool):
+            return self.prevent_cse
+        arguments = (args, kwargs) if kwargs else args
+        return (*(False,) * closed_over, *jax.tree.leaves(jax.tree.broadcast(self.prevent_cse, arguments)))
+
+    def plan(self, *args, **kwargs) -> Plan:
+        """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
+        if delegate := self.for_modules(args, kwargs):
+            return delegate.plan(*args, **kwargs)
+        return self.decision(args, kwargs).decision.plan
+
+    def explain(self, *args, **kwargs) -> Explanation:
+        """What is saved, what is recomputed, why, and what it costs, of the function's forward and backward pass."""
+        if delegate := self.for_modules(args, kwargs):
+            return delegate.explain(*args, **kwargs)
+        decision = self.decision(args, kwargs).decision
+        prepared, solution = decision.prepared, decision.solution
+        problem, names, seconds = prepared.problem, prepared.names(solution.choice), dict(decision.seconds)
+        liveness = problem.plain.liveness, solution.liveness
+        note = note_of_loops(prepared.captured.given)
+        return explain(decision.plan, prepared.plain_graph, problem.graph, *liveness, names, seconds, flops_note=note)
+
+    def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
+        """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""
+        if delegate := self.for_modules(args, kwargs):
+            return delegate.ask(question, args, kwargs)
+        return question(self, args, kwargs)
+
+    def capture(self, jitted: Any, args: tuple, kwargs: dict) -> tuple[Any, Captured]:
+        keep = self.settings.keep_user_checkpoints
+        try:
+            with contextlib.nullcontext() if keep else compat.with_known_checkpoints():
+                traced = jitted.trace(*args, **kwargs)
+        except jax.errors.ConcretizationTypeError as error:
+            error.add_note(
+                "In remat_opt.checkpoint, arguments that decide what is traced are static: write "
+                "remat_opt.checkpoint(fun, static_argnums=...) or static_argnames=..."
+            )
+            raise
+        return traced, capture_traced(traced, keep_checkpoints=keep, keep_rules=True, keep_names=keep)
+
+    def outcome(self, captured: Captured) -> _Outcome:
+        if captured.program.has_references:
+            return _ONE_REGION  # jax.checkpoint knows what to do, and what to say
+        settings = self.settings
+        target = resolve_target(settings.target)
+        asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
+        return _OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
+
+    def decide(self, captured: Captured) -> _Outcome:
+        try:
+            differentiated = self.differentiate(captured)
+        except Exception as error:
+            # Where JAX fails, too, it says so to whom it concerns: when somebody asks for the derivative.
+            if jax_differentiates(captured):
+                self.tell_of_failure(error)
+            return _ONE_REGION
+        if differentiated is None:
+            return _ONE_REGION
+        decision = decide_checkpoint(differentiated, self.settings)
+        return _Outcome(decision.layout, decision.is_one_region)
+
+    def tell_of_failure(self, error: Exception) -> None:
+        name = getattr(self.fun, "__qualname__", None) or repr(self.fun)
+        warnings.warn(
+            f"remat_opt: {name}: reading its derivative failed: {type(error).__name__}: {error}; it stands under one "
+            "jax.checkpoint. JAX differentiates it, so that this is a fault of remat_opt",
+            RematWarning,
+            stacklevel=callers_level(),
+        )
+
+    def differentiate(self, captured: Captured) -> Differentiated | None:
+        target = resolve_target(self.settings.target)
+        return differentiate(captured.program, target, keep_checkpoints=self.settings.keep_user_checkpoints)
+
+    def differentiated(self, args: tuple, kwargs: dict) -> Differentiated:
+        """The function with its backward pass, for those who ask about it."""
+        jitted, dynamic, rest = self.static.split(args, kwargs)
+        _, captured = self.capture(jitted, dynamic, rest)
+        found = None if captured.program.has_references else self.differentiate(captured)
+        if found is None:
+            raise ValueError(
+                "expected a function with a derivative: floating point arguments and results, and no mutable references"
+            )
+        return found
+
+    def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
+        return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
+
+
+def _as_it_is(program: Program, *leaves: Any) -> list[Any]:
+    return evaluate(program, leaves, lambda _, result: result)
+
+
+@functools.cache
+def _tell_of_remat3() -> None:
+    warnings.warn(
+        "remat_opt: under jax_remat3 this JAX ties recomputation to no cotangent, so that compilers may do it early: "
+        "results are right, little memory may be saved. Turn jax_remat3 off, or install jax 0.12 or newer",
+        RematWarning,
+        stacklevel=callers_level(),
+    )
+
+
+def _warn_of_remat3() -> None:
+    if compat.uses_remat3() and not compat.remat3_pins_cotangents():
+        _tell_of_remat3()

@@ -1,0 +1,81 @@
+"""`frontier`: memory against time for one step, to look at or to choose from."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from remat_opt.callable.function import OptimizedFunction
+from remat_opt.planner.candidates import Forms
+from remat_opt.planner.plan import Plan
+from remat_opt.planner.planning import decision_of
+from remat_opt.planner.progress import SearchProgress
+from remat_opt.search.watching import watched_by
+
+
+@dataclasses.dataclass(frozen=True)
+class FrontierPoint:
+    """One schedule that no other found schedule beats in both memory and time. All figures are predictions.
+
+    Attributes:
+        peak_bytes: peak of temporary memory.
+        extra_seconds: estimated time of the recomputation, by the target's roofline.
+        extra_flops: FLOPs of the recomputation.
+        plan: the plan to give to `optimize(fun, plan=point.plan)`.
+    """
+
+    peak_bytes: int
+    extra_seconds: float
+    extra_flops: float
+    plan: Plan
+
+
+@dataclasses.dataclass(frozen=True)
+class Frontier:
+    """The points from the least memory to the least time; iterates over them."""
+
+    points: tuple[FrontierPoint, ...]
+
+    def __iter__(self) -> Iterator[FrontierPoint]:
+        return iter(self.points)
+
+    def __len__(self) -> int:
+        return len(self.points)
+
+    def __getitem__(self, index: int) -> FrontierPoint:
+        return self.points[index]
+
+    def cheapest_within(self, peak_bytes: int) -> FrontierPoint:
+        """The point of least extra time whose predicted peak is at most `peak_bytes`.
+
+        Raises:
+            ValueError: there is none; the message says the least peak.
+        """
+        fitting = [point for point in self.points if point.peak_bytes <= peak_bytes]
+        if not fitting:
+            raise ValueError(f"expected at least {self.points[0].peak_bytes} bytes, got {peak_bytes}")
+        return fitting[-1]
+
+    def __str__(self) -> str:
+        given = self.points[-1].plan.predicted
+        lines = [f"{'peak':>12}  {'of plain':>8}  {'extra FLOPs':>11}  {'extra time':>10}"]
+        for point in self.points:
+            lines.append(
+                f"{point.peak_bytes / 1e6:9.1f} MB  {point.peak_bytes / max(given.plain_peak_bytes, 1):8.0%}  "
+                f"{point.extra_flops / max(given.flops, 1):11.1%}  {point.extra_seconds / (given.seconds or 1):10.1%}"
+            )
+        return "\n".join(lines)
+
+
+def trace_frontier(function: OptimizedFunction, args: tuple, kwargs: dict, *, budgets: int) -> Frontier:
+    """The Pareto front that a search found; of the other solvers, of their answers to budgets up to the plain peak."""
+    prepared, settings = function.prepare(*args, **kwargs), function.settings
+    with SearchProgress() as progress, watched_by(progress):
+        every = Forms(prepared, settings.solver, settings.keep_user_checkpoints).frontier(budgets)
+    plans = [decision_of(found, settings).plan for found in every]
+    return Frontier(
+        tuple(
+            FrontierPoint(plan.predicted.peak_bytes, plan.predicted.extra_seconds, plan.predicted.extra_flops, plan)
+            for plan in plans
+        )
+    )

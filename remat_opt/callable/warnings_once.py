@@ -1,0 +1,65 @@
+"""What users are told of a decision, once each."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+from remat_opt.callable.donation import Undonated
+from remat_opt.callable.warning import RematWarning, callers_level
+from remat_opt.planner.decision import Decision
+from remat_opt.planner.fallback import has_failed
+from remat_opt.planner.planning import made_elsewhere
+from remat_opt.planner.settings import Settings
+from remat_opt.targets.devices import target_of
+from remat_opt.trace import compat
+
+
+class Teller:
+    """Warns the user of one function.
+
+    Args:
+        fun: the function, for its name.
+        settings: what the user asked for.
+    """
+
+    def __init__(self, fun: Callable, settings: Settings):
+        self._fun = fun
+        self._settings = settings
+        self._told: set[str] = set()
+        self._has_told_undonated = False
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return getattr(self._fun, "__qualname__", None) or repr(self._fun)
+
+    def tell(self, decision: Decision) -> None:
+        """What the user has to know of a decision."""
+        plan = decision.plan
+        if plan.is_plain:
+            if self._settings.budget.is_promise and not has_failed(plan.note):
+                return  # it fits as it was given
+            self.warn(f"{self.name}: {plan.note}; the step runs as it was given")
+            return
+        if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
+            self.warn(f"{self.name}: {elsewhere} and were not checked here")
+        device = compat.device_lowered_for(decision.prepared.captured.traced)
+        called_on = plan.target if device is None else target_of(device).name
+        if called_on != plan.target.partition(":")[0]:  # a topology is of several devices of one target
+            self.warn(
+                f"{self.name}: planned for {plan.target}, called on {called_on}: its figures were not checked here"
+            )
+
+    def tell_undonated(self, decision: Decision, undonated: Undonated | None) -> None:
+        """That donation would save memory, once for each function; not where a budget is kept by the original step."""
+        fits = decision.plan.is_plain and self._settings.budget.is_promise
+        if undonated is not None and not fits and not self._has_told_undonated:
+            self._has_told_undonated = True
+            self.warn(f"{self.name}: {undonated}")
+
+    def warn(self, message: str) -> None:
+        """Say something, if it was not said before."""
+        if message not in self._told:
+            self._told.add(message)
+            warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=callers_level())

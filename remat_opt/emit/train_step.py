@@ -1,0 +1,291 @@
+"""The step writer: a schedule of the joint program (forward, backward and optimizer) as JAX operations.
+
+A recomputed run becomes what JAX leaves behind after differentiating a `jax.checkpoint`: one `remat_p` equation, whose
+lowering takes its inputs through an `optimization_barrier`. The cotangents that the run waits for go through the same
+barrier and come out as its results, so that no compiler can do the run before they exist.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Container, Iterable, Sequence
+from typing import Any
+
+import jax
+from jax import lax
+from jax.extend.core import primitives as P
+
+from remat_opt.emit.zeros import are_worth_a_barrier, loop_with_late_stacks, may_wait, zeros_after
+from remat_opt.graph.build import Bridge
+from remat_opt.graph.cpu_pins import cpu_pins
+from remat_opt.graph.graph import Kind
+from remat_opt.graph.liveness import simulate
+from remat_opt.graph.pins import Pin, pins
+from remat_opt.graph.schedule import Schedule
+from remat_opt.graph.timeline import Crossing, guards, timeline
+from remat_opt.rewrites.masks import is_zero
+from remat_opt.rewrites.slices import Slice, at_once
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Constant, Equation, scope_of
+from remat_opt.trace.platforms import GPUS
+
+
+def write(
+    bridge: Bridge,
+    schedule: Schedule,
+    saved_names: dict[int, str],
+    arguments: Sequence[Any],
+    *,
+    is_step_of_loop: bool = False,
+) -> list[Any]:
+    """Evaluate the schedule on arguments or tracers.
+
+    Args:
+        bridge: the graph and its equations.
+        schedule: what runs when.
+        saved_names: for each saved value the `checkpoint_name` it carries.
+        arguments: one value for each input of the program, or a slice that can be read again.
+        is_step_of_loop: the program is one step of a reverse loop, whose order matters from its beginning.
+
+    Returns:
+        One value for each output of the program.
+    """
+    return _Writer(bridge, saved_names, is_step_of_loop).run(schedule, arguments)
+
+
+class _Writer:
+    def __init__(self, bridge: Bridge, saved_names: dict[int, str], is_step_of_loop: bool):
+        self.bridge = bridge
+        self.program = bridge.program
+        self.saved_names = saved_names
+        self.is_step_of_loop = is_step_of_loop
+        self.slices: dict[int, Slice] = {}
+        self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
+        self.environment: dict[int, Any] = {}
+        self.pins: dict[tuple[int, int], Pin] = {}
+        self.sources: dict[int, frozenset[int]] = {}  # of what was made on demand: stored values and inputs
+        self.made_of: dict[int, list[int]] = {}  # the way back
+        self.run_index = 0
+        self.together = dict(bridge.program.together)
+        self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
+        self.is_for_gpu = bridge.platform in GPUS
+        # Of several devices each type says more than shape and numbers, and a TPU's compiler keeps the order written.
+        self.zeros_are_late = bridge.platform != "tpu" and bridge.program.marks is None
+        self.updated = self.written_over() if self.is_for_gpu else frozenset()
+
+    def written_over(self) -> frozenset[int]:
+        """Outputs that take the place of a donated argument.
+
+        XLA's GPU compiler gives the gradient of a weight the layout that its convolution likes, and with it the updated
+        weight, from its update to the end of the step: a copy of all weights beside the donated ones.
+        """
+        return frozenset(output for _, output in self.bridge.graph.aliases)
+
+    def read_whole(self) -> frozenset[int]:
+        """Inputs that devices may have to gather: those that something other than elementwise work reads."""
+        readers = (op for op in self.bridge.graph.ops if op.kind is not Kind.ELEMENTWISE)
+        return frozenset(value for op in readers for value in op.inputs).intersection(self.program.inputs)
+
+    def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
+        given = dict(zip(self.program.inputs, arguments, strict=True))
+        self.slices = {value: argument for value, argument in given.items() if isinstance(argument, Slice)}
+        self.environment.update((value, at_once(argument)) for value, argument in given.items())
+        self.environment.update(self.program.constants)
+        self.guards = guards(self.bridge.graph, schedule)
+        if self.is_for_gpu:
+            liveness = simulate(self.bridge.graph, schedule)
+            slices = self.slices.keys() if self.is_step_of_loop else None
+            self.pins = pins(self.bridge.graph, schedule, liveness, slices)
+        elif self.bridge.platform == "cpu":
+            self.pins = cpu_pins(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
+        stages = timeline(self.bridge.graph, schedule)
+        handed_on: dict[int, Any] = {}
+        for index, (stage, next_stage) in enumerate(itertools.zip_longest(stages, stages[1:])):
+            self.run_index = index
+            if stage.crossing is None:
+                self.evaluate(stage.run.ops, self.environment, handed_on, first_run=True)
+                handed_on = {}
+            else:
+                follows = () if next_stage is None or next_stage.crossing else next_stage.run.ops
+                handed_on = self.recompute(stage.run.ops, stage.crossing, follows)
+        on_demand: dict[int, Any] = {}
+        return [self.read(atom, self.environment, on_demand) for atom in self.program.outputs]
+
+    def evaluate(
+        self, ops: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any], *, first_run: bool
+    ) -> None:
+        """Run ops; what no op stands for is made once in a run, and added to `on_demand`."""
+        for op in ops:
+            equation = self.program.equations[self.bridge.equation_of[op]]
+            if first_run and op in self.guards:
+                self.behind_barrier(self.guards[op], environment, on_demand)
+            pin = self.pins.get((self.run_index, op))
+            if pin and pin.is_alone:
+                alone = {value: lax.optimization_barrier(environment[value]) for value in pin.operands}
+                results = self.bind(equation, {**environment, **alone}, {}, again=not first_run)
+            else:
+                if pin:
+                    self.wait(pin, environment, on_demand)
+                results = self.bind(equation, environment, on_demand, again=not first_run)
+            environment.update(zip(equation.outputs, results, strict=True))
+            for value in self.bridge.behind_barriers.intersection(equation.outputs):
+                beside = [other for other in (self.together.get(value),) if other is not None and other in environment]
+                self.behind_barrier([value, *beside], environment, on_demand)
+            if first_run:
+                for value in self.updated.intersection(equation.outputs):
+                    environment[value] = compat.with_default_layout(environment[value])
+                for value in self.saved_names.keys() & set(equation.outputs):
+                    environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
+
+    def wait(self, pin: Pin, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        again = sorted(self.slices.keys() & pin.operands)
+        for value in again:
+            self.read_again(value, pin.results, environment)
+        together = (*(value for value in pin.operands if value not in self.slices), *pin.results)
+        self.behind_barrier(together, environment, on_demand)
+        self.forget_made_of(again, on_demand)
+
+    def behind_barrier(self, together: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        """Put values behind one barrier, from where on they are read."""
+        behind = lax.optimization_barrier([environment[value] for value in together])
+        environment.update(zip(together, behind, strict=True))
+        self.forget_made_of(together, on_demand)
+
+    def forget_made_of(self, values: Iterable[int], on_demand: dict[int, Any]) -> None:
+        """What was made on demand of values as they were in front of a barrier."""
+        for value in values:
+            for made in self.made_of.get(value, ()):
+                on_demand.pop(made, None)
+
+    def read_again(self, value: int, after: Sequence[int], environment: dict[int, Any]) -> None:
+        """Read a slice from its stack when some values have been computed."""
+        environment[value], values = self.slices[value].after([environment[one] for one in after])
+        environment.update(zip(after, values, strict=True))
+
+    def bind(
+        self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any], *, again: bool = False
+    ) -> list[Any]:
+        inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
+        if self.zeros_are_late and equation.primitive is P.scatter_add_p and self.is_zeros(equation.inputs[0]):
+            aval = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype)
+            if are_worth_a_barrier([aval]):
+                (inputs[0],), inputs[2] = zeros_after([aval], inputs[2])
+        scope = scope_of(self.program, equation) if again else None
+        with compat.equation_context(equation.source_info, equation.context, scope):
+            if equation.primitive is P.scan_p and (awaited := self.awaited_by(equation)):
+                return loop_with_late_stacks(equation.params, inputs, awaited)
+            return compat.bind_equation(equation.primitive, equation.params, inputs)
+
+    def awaited_by(self, equation: Equation) -> range:
+        """Operands of a loop that its stacks are to wait for: what it starts from, and what it goes through."""
+        if not self.is_for_gpu or not self.zeros_are_late or not may_wait(equation):
+            return range(0)
+        constants, _ = compat.scan_counts(equation.params)
+        return range(constants, len(equation.inputs))
+
+    def is_zeros(self, atom: int | Constant) -> bool:
+        """Whether an operand is an array of zeros, written in the program."""
+        made = None if isinstance(atom, Constant) else self.bridge.on_demand.get(atom)
+        if made is None:
+            return False
+        equation = self.program.equations[made]
+        return len(equation.inputs) == 1 and is_zero(equation.inputs[0])
+
+    def read(self, atom: int | Constant, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:
+        if isinstance(atom, Constant):
+            return atom.value
+        if atom not in self.bridge.on_demand:
+            return environment[atom]
+        if atom not in on_demand:
+            self.make_on_demand(atom, environment, on_demand)
+        return on_demand[atom]
+
+    def make_on_demand(self, wanted: int, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        """Evaluate a constant or virtual value and all it needs; without recursion, since chains may be long."""
+        stack = [wanted]
+        while stack:
+            if stack[-1] in on_demand:
+                stack.pop()
+                continue
+            equation = self.program.equations[self.bridge.on_demand[stack[-1]]]
+            missing = [
+                atom
+                for atom in equation.inputs
+                if not isinstance(atom, Constant) and atom in self.bridge.on_demand and atom not in on_demand
+            ]
+            if missing:
+                stack.extend(missing)
+                continue
+            on_demand.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
+            self.note_sources(equation)
+            stack.pop()
+
+    def note_sources(self, equation: Equation) -> None:
+        if self.sources.keys() >= set(equation.outputs):
+            return
+        read = [atom for atom in equation.inputs if not isinstance(atom, Constant)]
+        sources = frozenset().union(*(self.sources.get(value, (value,)) for value in read))
+        for output in equation.outputs:
+            self.sources[output] = sources
+            for source in sources:
+                self.made_of.setdefault(source, []).append(output)
+
+    def recompute(self, ops: Sequence[int], crossing: Crossing, follows: Sequence[int]) -> dict[int, Any]:
+        """Run ops again behind a barrier.
+
+        Returns:
+            What was made on demand, and the ops of the run that follows without a barrier read too. (A compiler would
+            find that both make the same; who counts operations would not.)
+        """
+        past = self.past_the_barrier(ops, crossing)
+        if self.slices and crossing.waits:
+            again = self.slices.keys() & crossing.covered
+            for value in sorted(again):
+                self.read_again(value, crossing.waits[:1], self.environment)
+            past |= again
+        covered = [value for value in crossing.covered if value not in past or value in crossing.reads]
+        results = (*crossing.makes, *(value for value in crossing.passed_on if value not in past))
+
+        handed_on: list[int] = []
+
+        def segment(*values):
+            environment, on_demand = dict(zip(covered, values, strict=True)), {}
+            self.evaluate(ops, environment, on_demand, first_run=False)
+            handed_on.extend(self.read_on_demand(follows, on_demand))
+            return [*(environment[value] for value in results), *(on_demand[value] for value in handed_on)]
+
+        inputs = [self.environment[value] for value in covered]
+        jaxpr = jax.make_jaxpr(segment)(*inputs)
+        constants = compat.constants_of(jaxpr)  # stacks, and a step's number, of what a loop's step reads again
+        through = [*(False for _ in constants), *(value not in past for value in covered)]
+        outputs = compat.bind_remat(compat.open_jaxpr(jaxpr), [*constants, *inputs], through, self.policy)
+        self.environment.update(zip(results, outputs[: len(results)], strict=True))
+        return dict(zip(handed_on, outputs[len(results) :], strict=True))
+
+    def read_on_demand(self, ops: Sequence[int], made: Container[int]) -> list[int]:
+        """Which of the values that were made on demand some ops read, or what they have to make on demand reads."""
+        found: dict[int, bool] = {}
+        stack = [self.bridge.equation_of[op] for op in reversed(ops)]
+        while stack:
+            for atom in self.program.equations[stack.pop()].inputs:
+                if isinstance(atom, Constant) or atom not in self.bridge.on_demand or atom in found:
+                    continue
+                found[atom] = atom in made and bool(self.sources[atom])  # constants are made afresh
+                if atom not in made:
+                    stack.append(self.bridge.on_demand[atom])
+        return [atom for atom, is_made in found.items() if is_made]
+
+    def past_the_barrier(self, ops: Sequence[int], crossing: Crossing) -> frozenset[int]:
+        """Gathered inputs that a run and what follows it read as they are, so that they are gathered once.
+
+        An op that reads nothing else would be the same as in the first run, and merged with it: the largest of its
+        inputs goes through the barrier.
+        """
+        graph = self.bridge.graph
+        behind = set(crossing.covered) - self.gathered
+        for op in ops if self.gathered else ():
+            reads = graph.ops[op].inputs
+            if reads and behind.isdisjoint(reads):
+                behind.add(max(reads, key=lambda value: graph.sizes[value]))
+            behind.update(graph.ops[op].outputs)
+        return self.gathered - behind

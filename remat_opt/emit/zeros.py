@@ -1,0 +1,93 @@
+"""Zeros that are made no earlier than what is written into them.
+
+A scatter is into zeros, and so are the stacks that a loop's steps fill. XLA's GPU compiler makes all zeros of a program
+in one kernel, at its beginning, and they are kept until their turn; its CPU compiler makes them before it computes what
+is added. Zeros that are made of a number behind a barrier depend on what is there with it, and come after that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.extend import core as extend_core
+
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Equation
+
+# A scatter's zeros, or a loop's stacks together; smaller ones are left as they are. A barrier has a price: one round 32
+# numbers, the gradient of picked logits, made 436 MB of DenseNet-169's 412 (H200).
+LEAST_BYTES = 2**20
+
+
+def zeros_after(avals: Sequence[Any], wanted: Any) -> tuple[list[Any], Any]:
+    """Arrays of zeros that are made when something is there.
+
+    Args:
+        avals: shapes and types of the arrays.
+        wanted: what is waited for.
+
+    Returns:
+        The arrays, and what was waited for.
+    """
+    numbers, wanted = lax.optimization_barrier(([jnp.zeros((), aval.dtype) for aval in avals], wanted))
+    return [lax.broadcast(number, aval.shape) for number, aval in zip(numbers, avals, strict=True)], wanted
+
+
+def may_wait(equation: Equation) -> bool:
+    """Whether a `scan` fills stacks of some size on its device, which can be zeros, and nothing else happens in it."""
+    stacks = stacks_of(equation.params)
+    if equation.effects or not all(map(compat.is_on_device, equation.params["jaxpr"].out_avals)):
+        return False
+    if any(jax.dtypes.issubdtype(stack.dtype, jax.dtypes.extended) for stack in stacks):
+        return False
+    return are_worth_a_barrier(stacks)
+
+
+def are_worth_a_barrier(zeros: Sequence[jax.ShapeDtypeStruct]) -> bool:
+    """Whether arrays of zeros are large enough together to be made late."""
+    return sum(math.prod(one.shape) * one.dtype.itemsize for one in zeros) >= LEAST_BYTES
+
+
+def stacks_of(params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
+    """Shapes and types of what a `scan` stacks up."""
+    _, carries = compat.scan_counts(params)
+    made = params["jaxpr"].out_avals[carries:]
+    return [jax.ShapeDtypeStruct((params["length"], *aval.shape), aval.dtype) for aval in made]
+
+
+def loop_with_late_stacks(params: dict[str, Any], inputs: Sequence[Any], awaited: Sequence[int]) -> list[Any]:
+    """A `scan` whose stacks are made when what it reads is there: they are carried from step to step.
+
+    Args:
+        params: of the equation.
+        inputs: constants, first carries and arrays to go through.
+        awaited: which of the inputs are waited for.
+    """
+    constants, carries = compat.scan_counts(params)
+    inputs = list(inputs)
+    stacks, behind = zeros_after(stacks_of(params), [inputs[index] for index in awaited])
+    for index, one in zip(awaited, behind, strict=True):
+        inputs[index] = one
+    fixed, first, arrays = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
+    step_of = extend_core.jaxpr_as_fun(params["jaxpr"])
+    length, is_reversed = params["length"], params["reverse"]
+
+    def step(state: tuple, slices: list[Any]) -> tuple[tuple, None]:
+        index, carried, filled = state
+        made = step_of(*fixed, *carried, *slices)
+        filled = [
+            lax.dynamic_update_index_in_dim(stack, one, index, 0)
+            for stack, one in zip(filled, made[carries:], strict=True)
+        ]
+        return (index - 1 if is_reversed else index + 1, made[:carries], filled), None
+
+    start = jnp.asarray(length - 1 if is_reversed else 0, jnp.int32)
+    (_, last, filled), _ = lax.scan(
+        step, (start, list(first), stacks), list(arrays), length, reverse=is_reversed, unroll=params["unroll"]
+    )
+    return [*last, *filled]

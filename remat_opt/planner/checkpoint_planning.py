@@ -1,0 +1,217 @@
+"""What becomes of one signature of a function under `remat_opt.checkpoint`: a search, and the layout of its segments.
+
+Budgets here bound *residuals*: what is kept between the forward and the backward pass of one call. They are predicted.
+
+A *loss* ends in few bytes: its backward pass follows its forward at once, so that its last segment's residuals need not
+be recomputed. Any other function is taken for a *layer*, of which there may be many before the backward pass comes;
+what one call keeps counts most, and is never more than its results, as with `jax.checkpoint` round the layer.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+from remat_opt.emit.checkpoint import Layout, is_repeatable
+from remat_opt.graph.derive import Choice
+from remat_opt.planner.budget import Budget, parse_budget
+from remat_opt.planner.candidates import Found
+from remat_opt.planner.decision import Decision
+from remat_opt.planner.planning import decide, decision_of
+from remat_opt.planner.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
+from remat_opt.planner.settings import Settings
+from remat_opt.search import SOLVERS, Solution, Solver
+
+LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
+WORTH_NESTING = 0.7  # a layer is divided inside where that lowers its peak to this part
+_CLOSED = "and what is saved behind the last segment is computed again, too: the function is taken for a layer of many"
+_ENCLOSED = "and all of it again as a whole: between forward and backward pass only the function's arguments are kept"
+_FEW_NAMES = 5
+_OF_STRETCHES = ("hong", "rotor")
+_MORE_MEMORY = (1.1, 1.2, 1.35)
+_SEARCHES = 6  # to find the least time whose residuals fit a budget
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CheckpointDecision:
+    """What was decided.
+
+    Attributes:
+        differentiated: the function with its forward and backward pass as one program.
+        decision: the solution and the plan.
+        layout: the segments; None where nothing that is stored is recomputed.
+    """
+
+    differentiated: Differentiated
+    decision: Decision
+    layout: Layout | None
+
+    @property
+    def is_one_region(self) -> bool:
+        """Whether a function without segments stands under one `jax.checkpoint`, or runs as it is.
+
+        What a compiler computes again for nothing inside a kernel, JAX still keeps: for a derivative outside `jit`,
+        and for the backward loop of a scan. So a layer is one region even where nothing stored is recomputed.
+        """
+        if self.layout is not None or parse_budget(self.decision.plan.budget).is_promise:
+            return False
+        return not is_loss(self.differentiated) and all(map(is_repeatable, self.differentiated.program.equations))
+
+
+def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> CheckpointDecision:
+    """Search segments for a function.
+
+    Args:
+        differentiated: the function.
+        settings: budget, solver or plan, as the user gave them.
+
+    Raises:
+        PlanError: the plan in the settings is for another function.
+    """
+    if settings.plan is not None:
+        decision = decide(differentiated.prepared, settings, None)
+        budget = parse_budget(settings.plan.budget)
+    else:
+        budget = settings.budget
+        find = _least_time if budget.is_promise else _least_memory
+        decision = decision_of(Found(differentiated.prepared, find(differentiated, settings)), settings)
+    layout, note = _layout(differentiated, decision.solution, budget)
+    if note:
+        decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))
+    return CheckpointDecision(differentiated, decision, layout)
+
+
+def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) -> tuple[Layout | None, str]:
+    """The segments that are written, and what else than the solution's schedule they do."""
+    if not solution.schedule.recomputed:
+        return None, ""
+    program = differentiated.program
+    layout = layout_of(differentiated, solution)
+    if budget.is_promise:
+        if kept_bytes(differentiated, layout) <= residual_limit(differentiated, budget):
+            return layout, ""
+    elif is_loss(differentiated):
+        return layout, ""
+    else:
+        closed = close(layout, program)
+        if kept_bytes(differentiated, closed) <= differentiated.result_bytes:
+            return closed, "" if closed == layout else _CLOSED
+    return enclose(layout, program), _ENCLOSED
+
+
+def is_loss(differentiated: Differentiated) -> bool:
+    """Whether a function's backward pass follows its forward at once, as far as the sizes of its results tell."""
+    return differentiated.result_bytes <= LOSS_SHARE * differentiated.residual_bytes
+
+
+def residual_limit(differentiated: Differentiated, budget: Budget) -> int:
+    """A budget in bytes of residuals."""
+    if budget.fraction is not None:
+        return int(budget.fraction * differentiated.residual_bytes)
+    assert budget.physical_bytes is not None
+    return budget.physical_bytes
+
+
+def _least_memory(differentiated: Differentiated, settings: Settings) -> Solution:
+    """The least peak of one call of a loss; for a layer the fewest residuals, then the least peak."""
+    at_any_cost = settings.budget.at_any_cost
+    problem = differentiated.problem
+    found = [solver(problem, None) for solver in _solvers(settings)]
+    if settings.solver == "auto" and not at_any_cost:
+        # Nested plans of more memory, until they take one forward pass.
+        lowest = min(solution.peak for solution in found)
+        found += [SOLVERS["rotor"](problem, int(lowest * factor)) for factor in _MORE_MEMORY]
+        one_pass = sum(problem.graph.ops[op].seconds for op in problem.order[: differentiated.turn])
+        found = [solution for solution in found if solution.extra_seconds <= one_pass] or found
+    least = min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
+    if is_loss(differentiated) or _is_worth_nesting(differentiated, least):
+        return least
+    return _keep_nothing(differentiated)
+
+
+def _solvers(settings: Settings) -> list[Solver]:
+    """By default those whose plans are stretches of the program, one in another, as `jax.checkpoint` can say it."""
+    return [SOLVERS[name] for name in (_OF_STRETCHES if settings.solver == "auto" else (settings.solver,))]
+
+
+def _least_time(differentiated: Differentiated, settings: Settings) -> Solution:
+    """The least extra time of those solutions whose residuals fit the budget."""
+    problem, solvers = differentiated.problem, _solvers(settings)
+    limit = residual_limit(differentiated, settings.budget)
+    if differentiated.residual_bytes <= limit:
+        return problem.plain
+    found = [solver(problem, None) for solver in solvers]
+    least = min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
+    low, high = least.peak, problem.plain.peak
+    for _ in range(_SEARCHES):
+        middle = (low + high) // 2
+        here = [solver(problem, middle) for solver in solvers]
+        found += here
+        if any(_kept(differentiated, solution) <= limit for solution in here):
+            low = middle
+        else:
+            high = middle
+    fitting = [solution for solution in found if _kept(differentiated, solution) <= limit]
+    if fitting:
+        return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
+    return least if _is_worth_nesting(differentiated, least) else _keep_nothing(differentiated)
+
+
+def _kept(differentiated: Differentiated, solution: Solution) -> int:
+    return kept_bytes(differentiated, layout_of(differentiated, solution))
+
+
+def _is_worth_nesting(differentiated: Differentiated, solution: Solution) -> bool:
+    peak = differentiated.problem.plain.peak
+    return bool(solution.schedule.recomputed) and solution.peak <= WORTH_NESTING * peak
+
+
+def _keep_nothing(differentiated: Differentiated) -> Solution:
+    """What one `jax.checkpoint` round the function does."""
+    turn = differentiated.turn
+    return differentiated.problem.solution(Choice(frozenset(), (turn,), (turn,)))
+
+
+def choose_names(differentiated: Differentiated, budget: Budget) -> tuple[str, ...]:
+    """Which of the names in a function to save.
+
+    All sets where there are few names; else names are added one by one, as long as that helps.
+
+    Raises:
+        ValueError: there are no names in the function.
+    """
+    named = user_names(differentiated)
+    if not named:
+        raise ValueError(
+            "expected jax.ad_checkpoint.checkpoint_name on some tensors of the function, found none; place names, or "
+            "write remat_opt.checkpoint(fun), which finds tensors itself"
+        )
+    limit = residual_limit(differentiated, budget) if budget.is_promise else None
+    sizes = differentiated.problem.graph.sizes
+
+    def rank(names: frozenset[str]) -> tuple[float, ...]:
+        values = frozenset().union(*(named[name] for name in names))
+        solution = _saving(differentiated, values)
+        if limit is None:
+            return (0, solution.peak, solution.extra_seconds, len(names))
+        over = max(0, sum(sizes[value] for value in values) - limit)
+        return (over, solution.extra_seconds, solution.peak, len(names))
+
+    if len(named) <= _FEW_NAMES:
+        some = (frozenset(c) for count in range(len(named) + 1) for c in itertools.combinations(sorted(named), count))
+        return tuple(sorted(min(some, key=rank)))
+    chosen: frozenset[str] = frozenset()
+    while rest := sorted(named.keys() - chosen):
+        best = min((chosen | {name} for name in rest), key=rank)
+        if rank(best) >= rank(chosen):
+            break
+        chosen = best
+    return tuple(sorted(chosen))
+
+
+def _saving(differentiated: Differentiated, values: frozenset[int]) -> Solution:
+    """Everything before the first cotangent recomputed, between some saved values."""
+    problem, turn = differentiated.problem, differentiated.turn
+    position = {op: at for at, op in enumerate(problem.order)}
+    made = {position[problem.graph.producer[value]] + 1 for value in values if problem.graph.producer[value] >= 0}
+    return problem.solution(Choice(values, (turn,), tuple(sorted({at for at in made if at <= turn} | {turn}))))

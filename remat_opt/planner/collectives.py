@@ -1,0 +1,164 @@
+"""Steps that are divided among devices: what is computed again does not communicate again.
+
+The compiler that divides a step by its shardings adds collectives, which are in the compiled program alone. So both
+programs are compiled, the step as it was given and as it was planned, and where the second sends more arrays than the
+first, the step is planned again. Where weights that are divided are gathered more often, what is computed again reads
+them as they were gathered before (the step as it was given holds them, too); else the values for which arrays are sent
+are saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+
+from remat_opt.planner.budget import InfeasibleBudget
+from remat_opt.planner.decision import Decision, Measure
+from remat_opt.planner.prepared import Prepared, prepare
+from remat_opt.targets import CompilationOutOfMemory, Figures
+from remat_opt.targets.communication import Path
+from remat_opt.trace import compat
+from remat_opt.trace.effects import communicates
+from remat_opt.trace.inline import Constant, Equation, Program
+
+MOST_ROUNDS = 4  # a step that is planned again may compute other things again
+
+
+def is_divided(program: Program, arguments: Any, jit_options: Any) -> bool:
+    """Whether a step runs on more than one device.
+
+    Args:
+        program: the step.
+        arguments: a tree of arrays or `jax.ShapeDtypeStruct`s.
+        jit_options: a tree with the shardings that its jit has.
+    """
+    shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
+    shardings += jax.tree.leaves(jit_options)
+    shardings += [value for equation in program.equations for value in equation.params.values()]
+    return _mesh_in_use() or any(_devices(one) > 1 for one in shardings)
+
+
+def _mesh_in_use() -> bool:
+    """Whether `jax.set_mesh` has set a mesh of more than one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return not mesh.empty and mesh.size > 1
+
+
+def _devices(sharding: Any) -> int:
+    """Devices of a sharding or a mesh; 1 for anything else."""
+    if isinstance(sharding, jax.sharding.Sharding):
+        return sharding.num_devices
+    return sharding.size if isinstance(sharding, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) else 1
+
+
+def without_repeats(
+    decision: Decision, prepared: Prepared, decide_again: Callable[[Prepared, Measure], Decision], measure: Measure
+) -> Decision:
+    """The decision whose compiled step sends no more arrays than the step as it was given, where one is found.
+
+    Args:
+        decision: the first one.
+        prepared: the step as it was given.
+        decide_again: decides for the same step, in which fewer values may be computed again.
+        measure: the compiler.
+
+    Returns:
+        The decision that sends least; where all send more than the step as it was given, its note says so.
+    """
+    first, plain, pinned, once = decision, None, frozenset[Path](), False
+    found: list[tuple[int, Decision]] = []
+    while not decision.runs_as_given and len(found) < MOST_ROUNDS:
+        decision = _measured(measure, decision)
+        sent = decision.plan.measured and decision.plan.measured.collectives
+        if not sent:
+            break
+        plain = plain or _plain(measure, prepared, decision)
+        found.append((sent.arrays, decision))
+        if plain is None or plain.collectives is None or sent.arrays <= plain.collectives.arrays:
+            break
+        more = _with_their_like(sent.recomputed, prepared.bridge.program)
+        if sent.gathers > plain.collectives.gathers and not once:
+            once = True
+        elif more <= pinned:
+            break
+        else:
+            pinned |= more
+        try:
+            decision = decide_again(_pinned(prepared, pinned).gathering_once(once), _remembering(measure, plain))
+        except InfeasibleBudget:
+            break
+    if not found:
+        return first
+    arrays, best = min(found, key=lambda one: one[0])
+    of_plain = plain and plain.collectives
+    plan = dataclasses.replace(best.plan, plain_measured=plain)
+    if of_plain and arrays > of_plain.arrays:
+        said = f"its devices send each other {arrays} arrays, {of_plain.arrays} in the step as it was given"
+        plan = dataclasses.replace(plan, note="; ".join(filter(None, (plan.note, said))))
+    return dataclasses.replace(best, plan=plan)
+
+
+def _measured(measure: Measure, decision: Decision) -> Decision:
+    """The decision with the compiler's figures, compiled where it was not."""
+    if decision.plan.measured is not None:
+        return decision
+    try:
+        figures = measure(decision.prepared, decision.solution)
+    except CompilationOutOfMemory:
+        return decision
+    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, measured=figures))
+
+
+def _plain(measure: Measure, prepared: Prepared, decision: Decision) -> Figures | None:
+    """The compiler's figures of the step as it was given; None where the compiler refuses it."""
+    if decision.plan.plain_measured is not None:
+        return decision.plan.plain_measured
+    try:
+        return measure(prepared, None)
+    except CompilationOutOfMemory:
+        return None
+
+
+def _remembering(measure: Measure, plain: Figures) -> Measure:
+    """The compiler, not asked again for the step as it was given."""
+    return lambda prepared, solution: plain if solution is None else measure(prepared, solution)
+
+
+def _with_their_like(paths: Iterable[Path], program: Program) -> frozenset[Path]:
+    """Values with those that the same line makes in other layers: a search that may not compute the one again would
+    take the other. Values that a rewritten loop has of its own are left out, they are none of the step's."""
+    makers = {value: equation for equation in program.equations for value in equation.outputs}
+    asked = {_likeness(makers[path[0]], program) for path in paths if len(path) == 1 and path[0] in makers}
+    alike = {(v,) for e in program.equations if _likeness(e, program) in asked for v in e.outputs}
+    return frozenset(alike | {path for path in paths if len(path) > 1 and path[0] in makers})
+
+
+def _likeness(equation: Equation, program: Program) -> Any:
+    """What equations of one line have in common, in a loop of Python's over layers, too."""
+    shapes = tuple(program.avals[value].shape for value in (*equation.outputs, *_values(equation)))
+    return equation.primitive, shapes, re.sub(r"\d+", "", compat.place_of(equation.source_info))
+
+
+def _values(equation: Equation) -> list[int]:
+    return [x for x in equation.inputs if not isinstance(x, Constant)]
+
+
+def _pinned(prepared: Prepared, pinned: frozenset[Path]) -> Prepared:
+    """The same step, in which some values are not computed again."""
+    program = dataclasses.replace(prepared.captured.program, pinned=pinned)
+    again = prepare(dataclasses.replace(prepared.captured, program=program), prepared.target)
+    return dataclasses.replace(again, seconds=prepared.seconds)
+
+
+def told_of_explicit(decision: Decision) -> Decision:
+    """Where nothing is gained, and explicit collectives are why, the note says what allows it."""
+    program, nothing = decision.prepared.captured.program, decision.plan.note.startswith("nothing to gain")
+    if not nothing or not any(communicates(e.primitive, e.params) for e in program.equations):
+        return decision
+    said = "explicit collectives are not repeated, repeat_collectives=True allows it"
+    note = "; ".join(filter(None, (decision.plan.note, said)))
+    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))

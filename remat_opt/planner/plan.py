@@ -1,0 +1,359 @@
+"""`Plan`: what was decided for one program, to be read, saved, loaded, edited and used again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from remat_opt.graph.derive import Choice
+from remat_opt.graph.graph import Graph
+from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.loops.choice import Chunks, LoopChoice
+from remat_opt.loops.options import MOST_KINDS
+from remat_opt.loops.pairs import Pair
+from remat_opt.planner import plan_checks
+from remat_opt.planner.plan_checks import Ranges
+from remat_opt.targets.figures import Figures
+
+SCHEMA = 3
+
+
+class PlanError(ValueError):
+    """A plan cannot be read, or does not fit the program it is used on."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What the models say of a plan, without compiling.
+
+    Attributes:
+        plain_peak_bytes: peak of temporary memory of the step as it was given.
+        peak_bytes: the same for the planned step.
+        saved_bytes: bytes of all saved tensors.
+        flops: FLOPs of the step as it was given.
+        extra_flops: FLOPs that are recomputed.
+        seconds: estimated time of the step as it was given, by the target's roofline.
+        extra_seconds: estimated time of the recomputation.
+    """
+
+    plain_peak_bytes: int
+    peak_bytes: int
+    saved_bytes: int
+    flops: float
+    extra_flops: float
+    seconds: float
+    extra_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PackedRun:
+    """A `Run` with its operations as ranges: a plan from a file says nothing that is listed before it is checked."""
+
+    ranges: Ranges
+    recomputed: bool
+
+
+def pack(schedule: Schedule) -> tuple[PackedRun, ...]:
+    """A schedule's runs with their operations as ranges; `Plan.schedule` is the inverse."""
+    return tuple(PackedRun(_to_ranges(run.ops), run.recomputed) for run in schedule.runs)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """The decision for one program.
+
+    Attributes:
+        fingerprint: SHA-256 of the inlined program; a plan is refused for any other.
+        inputs: types of the program's inputs, to tell where a plan does not fit.
+        equations: how many equations the inlined program has.
+        target: name of the device that was planned for.
+        solver: name of the search.
+        budget: the budget as it was asked for; None for the least memory.
+        saved: names of the saved tensors. Only this may be edited by hand; the schedule is then derived again.
+        choice: the search's decision by ids: the saved values, the cuts and the turning points.
+        runs: the order of all ops, with repeats, as ranges; `schedule` lists them.
+        predicted: the models' figures.
+        measured: the compiler's figures of the planned step, where it was compiled.
+        plain_measured: the compiler's figures of the step as it was given, where it was compiled.
+        versions: versions of remat_opt, jax and jaxlib that planned.
+        note: why the plan is as it is, in a sentence, where there is something to say.
+        saved_digest: of the saved set that the schedule was made for.
+        loops: for pairs of forward and backward loops, by position, how they are written; the schedule is of the
+            program with its loops written so.
+        loop_bodies: how many bodies of loops were written again.
+        inside_loops: the share of what lies between their least and their plain peak that they may need; None where
+            none was written again.
+        gathers_once: of a step that is divided among devices: what is computed again reads the weights that it needs
+            whole as they were gathered before.
+        rewritten: whether operations have another form than in the step as it was given; then it is written even where
+            nothing is recomputed.
+        in_our_order: nothing is recomputed and no operation has another form, and yet the step is written: its order,
+            which compilers are told, is what spares memory.
+    """
+
+    fingerprint: str
+    inputs: tuple[str, ...]
+    equations: int
+    target: str
+    solver: str
+    budget: int | float | str | None
+    saved: tuple[str, ...]
+    choice: Choice
+    runs: tuple[PackedRun, ...]
+    predicted: Prediction
+    measured: Figures | None = None
+    plain_measured: Figures | None = None
+    versions: Mapping[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    note: str = ""
+    saved_digest: str = ""
+    loops: tuple[tuple[int, LoopChoice], ...] = ()
+    loop_bodies: int = 0
+    inside_loops: float | None = None
+    gathers_once: bool = False
+    rewritten: bool = False
+    in_our_order: bool = False
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is changed: the step runs as it was given."""
+        recomputes = any(run.recomputed for run in self.runs)
+        return not (recomputes or self.loops or self.loop_bodies or self.rewritten or self.in_our_order)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """The order of all ops, with repeats. Of a plan that somebody else wrote ask `schedule_for`."""
+        return Schedule(tuple(Run(_from_ranges(run.ranges), run.recomputed) for run in self.runs))
+
+    def schedule_for(self, graph: Graph) -> Schedule:
+        """The schedule, after it was compared with the program that it is to be used on.
+
+        Args:
+            graph: the program, with its loops written as the plan says.
+
+        Raises:
+            ValueError: it does not run each operation once, runs one again that may run only once, or has positions
+                that the program does not have.
+        """
+        count = plan_checks.check_runs(((run.ranges, run.recomputed) for run in self.runs), len(graph.ops))
+        points = self.choice.turning_points
+        for at in (*points, *self.choice.cuts):
+            plan_checks.expect(0 <= at <= count, "choice", f"positions from 0 to {count}", at)
+        if len({*points}) * count > plan_checks.most_runs(count):
+            raise ValueError(f"choice, expected fewer turning points, found {len(points)}")
+        schedule = self.schedule
+        once = {op for op in range(count) if not graph.ops[op].repeatable}
+        if not once.isdisjoint(schedule.recomputed):
+            raise ValueError(f"schedule, which runs operation {min(once.intersection(schedule.recomputed))} again")
+        in_order = [op for run in schedule.runs if not run.recomputed for op in run.ops if op in once]
+        if in_order != sorted(in_order):
+            raise ValueError("schedule, which changes the order of operations that may run only once")
+        return schedule
+
+    @property
+    def edited(self) -> bool:
+        """Whether the saved set was edited by hand; schedule and figures are then those of before."""
+        return digest(self.saved) != self.saved_digest
+
+    def to_json(self) -> str:
+        """The plan as text; `from_json` gives it back."""
+        document = {
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "inputs": list(self.inputs),
+            "equations": self.equations,
+            "target": self.target,
+            "solver": self.solver,
+            "budget": self.budget,
+            "saved": list(self.saved),
+            "saved_digest": self.saved_digest,
+            "choice": {
+                "saved": sorted(self.choice.saved),
+                "turning_points": list(self.choice.turning_points),
+                "cuts": list(self.choice.cuts),
+            },
+            "schedule": [{"recomputed": run.recomputed, "ops": [list(one) for one in run.ranges]} for run in self.runs],
+            "predicted": dataclasses.asdict(self.predicted),
+            "measured": self.measured and self.measured.as_json(),
+            "plain_measured": self.plain_measured and self.plain_measured.as_json(),
+            "versions": dict(self.versions),
+            "note": self.note,
+            "loops": [
+                {
+                    "pair": at,
+                    "saved": sorted(loop.saved),
+                    "chunk": loop.chunk,
+                    "in_chunk": sorted(loop.in_chunk),
+                    "update": loop.update,
+                    "earlier": [
+                        {"number": one.number, "steps": one.steps, "in_chunk": sorted(one.in_chunk)}
+                        for one in loop.earlier
+                    ],
+                    "step_bytes": loop.step_bytes,
+                }
+                for at, loop in self.loops
+            ],
+            "loop_bodies": self.loop_bodies,
+            "inside_loops": self.inside_loops,
+        }
+        if self.gathers_once:  # left out elsewhere, as in plans from before there was such a thing
+            document["gathers_once"] = True
+        if self.rewritten:
+            document["rewritten"] = True
+        if self.in_our_order:
+            document["in_our_order"] = True
+        document["schedule_digest"] = _digest_of_schedule(document)
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan.
+
+        Raises:
+            PlanError: the text is no plan, is cut short, or has another schema.
+        """
+        try:
+            document = json.loads(text)
+        except (ValueError, RecursionError) as error:  # of JSON, of numbers with too many digits, of endless nesting
+            raise PlanError(
+                "expected the JSON text of a plan, as plan.save(path) writes it; it cannot be read: "
+                f"{error}. Plan again with step.plan(*args).save(path)"
+            ) from error
+        found = document.get("schema") if isinstance(document, dict) else None
+        if found != SCHEMA:
+            raise PlanError(
+                f"expected a plan of schema {SCHEMA}, found {found!r}; plan again with step.plan(*args).save(path)"
+            )
+        try:
+            return cls._from_document(document)
+        except ValueError as error:
+            raise PlanError(
+                f"expected a whole plan, as plan.save(path) writes it; it is damaged at {error}. "
+                "Plan again with step.plan(*args).save(path)"
+            ) from error
+
+    @classmethod
+    def _from_document(cls, document: dict[str, Any]) -> Plan:
+        plan_checks.document(SCHEMA, Prediction)("", document)
+        if _digest_of_schedule(document) != document["schedule_digest"]:
+            raise ValueError("choice or schedule, which were edited; only the names under saved may be")
+        runs = tuple(
+            PackedRun(tuple((first, count) for first, count in run["ops"]), run["recomputed"])
+            for run in document["schedule"]
+        )
+        plan_checks.check_runs((run.ranges, run.recomputed) for run in runs)
+        choice = document["choice"]
+        parts = ("fingerprint", "equations", "target", "solver", "budget", "note", "saved_digest", "loop_bodies")
+        return cls(
+            **{name: document[name] for name in (*parts, "inside_loops", "versions")},
+            inputs=tuple(document["inputs"]),
+            saved=tuple(document["saved"]),
+            choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
+            runs=runs,
+            predicted=Prediction(**document["predicted"]),
+            measured=_figures(document["measured"]),
+            plain_measured=_figures(document["plain_measured"]),
+            loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
+            gathers_once="gathers_once" in document,
+            rewritten="rewritten" in document,
+            in_our_order="in_our_order" in document,
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan from a file; errors as `from_json`."""
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"expected the JSON text of a plan in {path}, found bytes that are no UTF-8") from error
+        return cls.from_json(text)
+
+
+def check_fit(plan: Plan, fingerprint: str, inputs: tuple[str, ...], equations: int) -> None:
+    """Raise PlanError, naming what differs, where a plan is for another program than the one described."""
+    if plan.fingerprint == fingerprint:
+        return
+    if inputs != plan.inputs:
+        if len(inputs) != len(plan.inputs):
+            what = f"it was made for {len(plan.inputs)} input arrays, this program has {len(inputs)}"
+        else:
+            index = next(i for i in range(len(inputs)) if inputs[i] != plan.inputs[i])
+            what = f"its input {index} is {plan.inputs[index]}, here it is {inputs[index]}"
+    elif plan.equations != equations:
+        what = f"it has {plan.equations} equations, this program {equations}"
+    else:
+        what = "an operation or one of its parameters differs"
+    raise PlanError(
+        f"expected a plan for this program, got one for another: {what}. Plan again with step.plan(*args).save(path)"
+    )
+
+
+def check_loops(plan: Plan, pairs: Sequence[Pair]) -> None:
+    """Compare what a plan says of loops with the program's.
+
+    Args:
+        plan: the plan.
+        pairs: the program's pairs of loops, in their order.
+
+    Raises:
+        ValueError: it names pairs, steps or values that are not there.
+    """
+    numbers = [at for at, _ in plan.loops]
+    if len({*numbers}) < len(numbers) or not all(at < len(pairs) for at in numbers):
+        raise ValueError(f"loops, expected some of {len(pairs)} pairs, each once, found {numbers[:10]}")
+    for at, choice in plan.loops:
+        length, values = pairs[at].length, len(pairs[at].forward.body.avals)
+        if choice.chunk is not None and choice.chunk > length:
+            raise ValueError(f"loops, expected chunks of at most {length} steps, found {choice.chunk}")
+        if len(choice.earlier) > MOST_KINDS or sum(one.all_steps for one in choice.earlier) >= length:
+            raise ValueError(f"loops, expected at most {MOST_KINDS} kinds of chunks before the last, in {length} steps")
+        sets = (choice.saved, choice.in_chunk, *(one.in_chunk for one in choice.earlier))
+        if not all(value < values for one in sets for value in one):
+            raise ValueError(f"loops, expected ids of the {values} values of the loop's body")
+
+
+def _figures(values: dict[str, Any] | None) -> Figures | None:
+    return None if values is None else Figures.from_json(values)
+
+
+def digest(names: tuple[str, ...]) -> str:
+    """A short fingerprint of a saved set."""
+    return hashlib.sha256("\n".join(names).encode()).hexdigest()[:16]
+
+
+def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
+    # Plans of before there were such things do not say anything of them.
+    earlier = tuple(Chunks(one["number"], one["steps"], frozenset(one["in_chunk"])) for one in loop.get("earlier", ()))
+    saved, in_chunk = frozenset(loop["saved"]), frozenset(loop["in_chunk"])
+    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, loop.get("step_bytes"))
+
+
+def _digest_of_schedule(document: dict[str, Any]) -> str:
+    """Of all that says how the step is written."""
+    parts = [document[name] for name in ("choice", "schedule", "loops")]
+    parts += [{name: document[name]} for name in ("gathers_once", "rewritten", "in_our_order") if name in document]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+
+
+def _to_ranges(ops: Sequence[int]) -> Ranges:
+    """Op ids as (first, count) of consecutive ones: short, and the same for the same schedule."""
+    ranges: list[tuple[int, int]] = []
+    for op in ops:
+        first, count = ranges[-1] if ranges else (-1, 0)
+        if first + count == op and ranges:
+            ranges[-1] = (first, count + 1)
+        else:
+            ranges.append((op, 1))
+    return tuple(ranges)
+
+
+def _from_ranges(ranges: Ranges) -> tuple[int, ...]:
+    return tuple(op for first, count in ranges for op in range(first, first + count))

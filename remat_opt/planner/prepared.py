@@ -1,0 +1,228 @@
+"""`Prepared`: a captured step with its graph, ready for any search, with its loops as they are or written again."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from remat_opt.emit.train_step import write
+from remat_opt.graph.build import Bridge, build
+from remat_opt.graph.cost import Rates
+from remat_opt.graph.derive import Choice
+from remat_opt.graph.graph import Graph
+from remat_opt.graph.liveness import peak_of
+from remat_opt.loops.choose import LoopChoices
+from remat_opt.planner.loop_search import SearchedSteps, write_loops
+from remat_opt.rewrites.captured import Captured
+from remat_opt.search import Problem, Solution
+from remat_opt.targets import Target
+from remat_opt.trace import compat
+from remat_opt.trace.fingerprint import fingerprint
+from remat_opt.trace.inline import Program, inline
+from remat_opt.trace.names import name_values
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Prepared:
+    """A captured program with its graph, ready for any search.
+
+    Attributes:
+        captured: the program.
+        bridge: its graph.
+        target: whose costs the graph has.
+        seconds: time spent on each stage so far.
+        given: where loops were written again, the program as it was before.
+        loops: what was chosen for the loops.
+        in_our_order: it is written even where nothing is recomputed, so that compilers are told an order.
+    """
+
+    captured: Captured
+    bridge: Bridge
+    target: Target
+    seconds: dict[str, float]
+    given: Prepared | None = None
+    loops: LoopChoices | None = None
+    in_our_order: bool = False
+
+    @property  # not cached: the copy caches this step as its original, and the two would keep each other alive
+    def ordered(self) -> Prepared:
+        """The same step, to be written even where nothing is recomputed: updates come as soon as they can, compilers
+        are told the order of what they would do otherwise, and are asked to save memory. That alone may spare half of
+        the memory."""
+        return self if self.is_rewritten else self._the_same_but(in_our_order=True)
+
+    def _the_same_but(self, **changes: Any) -> Prepared:
+        """A copy with what searches remember of the graph, for changes that leave the graph as it is."""
+        same = dataclasses.replace(self, **changes)
+        same.__dict__["problem"] = self.problem
+        if same.is_rewritten:
+            same.__dict__["_original"] = self.unchanged
+        return same
+
+    def written(self, loops: LoopChoices, inside: float | None, keep_checkpoints: bool = False) -> Prepared:
+        """The same step with its loops written as was chosen.
+
+        Args:
+            loops: what was chosen for its pairs.
+            inside: None leaves the bodies of loops as they are. Else those that have a turning point get segments, for
+                this share of what lies between their least and their plain peak.
+            keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
+        """
+        given, aliases = self.captured.program, self.bridge.graph.aliases
+        program, loops = write_loops(
+            given,
+            loops,
+            aliases,
+            self.rates,
+            inside=inside,
+            keep_checkpoints=keep_checkpoints,
+            platform=self.target.platform,
+            problems=self._bodies,
+        )
+        if program is given:
+            return self._the_same_but(loops=loops)
+        again = prepare(dataclasses.replace(self.captured, program=program), self.target)
+        return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
+
+    def step_search(self) -> SearchedSteps:
+        """Schedules for the steps of its loops."""
+        return SearchedSteps(self.rates, self.target.platform, self._bodies)
+
+    @property
+    def _bodies(self) -> dict[Any, Problem]:
+        """Bodies of its loops that were searched."""
+        return self.problem.memo.setdefault("bodies", {})
+
+    def gathering_once(self, once: bool = True) -> Prepared:
+        """The same step, in which inputs that devices gather are not gathered again for what is computed again."""
+        if once == self.captured.program.gathers_once:
+            return self
+        program = dataclasses.replace(self.captured.program, gathers_once=once)
+        again = prepare(dataclasses.replace(self.captured, program=program), self.target)
+        return dataclasses.replace(again, seconds=self.seconds)
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether it runs on several devices. Its graph has the sizes on all of them together."""
+        return self.captured.program.marks is not None
+
+    @property
+    def is_rewritten(self) -> bool:
+        """Whether it is written even where nothing is recomputed."""
+        return self.in_our_order or self.is_reformed
+
+    @property
+    def is_reformed(self) -> bool:
+        """Whether operations have another form than in the step as it was given."""
+        return self.given is not None or len(self.bridge.program.avals) != len(self.captured.given.avals)
+
+    @property
+    def unchanged(self) -> Prepared:
+        """The step as it was given, of which nothing is written."""
+        if self.given:
+            return self.given.unchanged
+        return self._original if self.is_rewritten else self  # cached by itself it would be in a reference cycle
+
+    @functools.cached_property
+    def _original(self) -> Prepared:
+        planned = self.captured.program
+        given = dataclasses.replace(
+            self.captured.given, marks=planned.marks, repeats_collectives=planned.repeats_collectives
+        )
+        again = prepare(dataclasses.replace(self.captured, program=given), self.target, keep_scatters=True)
+        return dataclasses.replace(again, seconds=self.seconds)
+
+    @property
+    def extra_seconds(self) -> float:
+        """Estimated time beyond that of the step as it was given, before anything else is recomputed."""
+        return self.bridge.graph.seconds - self.unchanged.bridge.graph.seconds
+
+    @property
+    def extra_flops(self) -> float:
+        """The same in FLOPs."""
+        return self.bridge.graph.flops - self.unchanged.bridge.graph.flops
+
+    @property
+    def rates(self) -> Rates:
+        """What the target can do."""
+        return _rates_of(self.target)
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The graph as the searches see it."""
+        return Problem(self.bridge.graph)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """What a plan must match."""
+        return self.given.fingerprint if self.given else fingerprint(self.captured.program)
+
+    @functools.cached_property
+    def plain_graph(self) -> Graph:
+        """The original step, with the user's own checkpoints where the target's compiler honours them."""
+        if self.given:
+            return self.given.plain_graph
+        return self.problem.kept("plain graph", self._read_plain)  # once for all copies of the same step
+
+    def _read_plain(self) -> Graph:
+        if self.captured.given.entered_checkpoints and not compat.expands_barriers(self.target.platform):
+            program = inline(compat.without_dead_code(self.captured.traced.jaxpr), merge_checkpoints=False)
+            return _bridge(program, self.captured, self.target, keep_scatters=True).graph
+        return self.unchanged.bridge.graph
+
+    @functools.cached_property
+    def plain_peak(self) -> int:
+        """Predicted peak of the original step, in bytes of the device's memory."""
+        return self.in_memory(peak_of(self.plain_graph))
+
+    def in_memory(self, live: int) -> int:
+        """Bytes of the device's memory for so many live ones: on a TPU some are on the chip, at most every second."""
+        return live - min(self.target.on_chip_bytes, live // 2)
+
+    def live_within(self, limit: int) -> int:
+        """The most live bytes for so many of the device's memory."""
+        return limit + min(self.target.on_chip_bytes, limit)
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Types of the program's inputs, as text."""
+        return tuple(f"{aval.dtype}{list(aval.shape)}" for aval in self.captured.input_avals)
+
+    def emit(self, solution: Solution, arguments: Sequence[Any]) -> list[Any]:
+        """Write a solution's schedule on the program's flat inputs, closed-over values first."""
+        return write(self.bridge, solution.schedule, self.names(solution.choice), arguments)
+
+    def names(self, choice: Choice) -> dict[int, str]:
+        """Names of the saved values."""
+        return {value: name for value, name in self._every_name.items() if value in choice.saved}
+
+    @functools.cached_property
+    def _every_name(self) -> dict[int, str]:
+        """Names of all values."""
+        program = self.bridge.program
+        return name_values(program, range(len(program.avals)))
+
+
+def prepare(captured: Captured, target: Target, *, keep_scatters: bool = False) -> Prepared:
+    """Build the graph of a captured program with the costs of a target.
+
+    Args:
+        captured: the program.
+        target: whose costs.
+        keep_scatters: see `build`.
+    """
+    started = time.perf_counter()
+    bridge = _bridge(captured.program, captured, target, keep_scatters=keep_scatters)
+    return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
+
+
+def _rates_of(target: Target) -> Rates:
+    return Rates(target.bandwidth, target.flops, target.counts_flops)
+
+
+def _bridge(program: Program, captured: Captured, target: Target, *, keep_scatters: bool = False) -> Bridge:
+    rates = _rates_of(target)
+    return build(program, rates, captured.donated, platform=target.platform, keep_scatters=keep_scatters)

@@ -1,0 +1,63 @@
+"""The arguments of `optimize`, checked."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from remat_opt.planner.budget import Budget, parse_budget, plain_budget
+from remat_opt.planner.plan import Plan
+from remat_opt.search import SOLVERS
+from remat_opt.targets import Target, resolve_target
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """The arguments of `optimize`, checked."""
+
+    budget: Budget
+    asked_budget: int | float | str | None
+    target: str | Target | None
+    solver: str
+    plan: Plan | None
+    verify: bool
+    keep_user_checkpoints: bool
+    on_error: str
+    repeat_collectives: bool = False
+
+
+def check_settings(
+    *,
+    target: str | Target | None,
+    solver: str,
+    budget: int | float | str | None = None,
+    plan: Plan | None = None,
+    verify: bool = False,
+    keep_user_checkpoints: bool = False,
+    on_error: str = "raise",
+    repeat_collectives: bool = False,
+) -> Settings:
+    """Read and check what a user wrote; see `optimize` for the errors."""
+    if solver not in SOLVERS:
+        raise ValueError(f"expected a solver among {', '.join(map(repr, sorted(SOLVERS)))}; got {solver!r}")
+    if on_error not in ("raise", "plain"):
+        raise ValueError(f"expected on_error='raise' or on_error='plain'; got {on_error!r}")
+    if plan is not None and not isinstance(plan, Plan):
+        raise TypeError(f"expected a Plan, as step.plan(*args) or Plan.load(path) gives it; got {type(plan).__name__}")
+    if plan is not None and budget is not None:
+        raise ValueError(
+            f"expected a plan or a budget, got both (budget={budget!r}): a plan is what was found for its own budget. "
+            "Write optimize(fun, plan=plan), or optimize(fun, budget=...) to search again"
+        )
+    if target is not None:
+        resolve_target(target)  # an unknown name is an error now, not at the first call
+    return Settings(
+        parse_budget(budget),
+        plain_budget(budget),
+        target,
+        solver,
+        plan,
+        verify,
+        keep_user_checkpoints,
+        on_error,
+        repeat_collectives,
+    )
