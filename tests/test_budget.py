@@ -14,7 +14,7 @@ import pytest
 from step_networks import sine_arguments
 from step_networks import sine_step as step
 
-import remat_opt.callable.function
+import remat_opt.planner.step
 from remat_opt import InfeasibleBudget, Plan, RematWarning, optimize
 from remat_opt.planner.budget import Budget, parse_budget
 from remat_opt.planner.candidates import Found
@@ -129,7 +129,7 @@ def test_numbers_and_texts_that_are_no_budgets_are_refused_with_what_to_write(bu
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("budget", [[1], b"12GiB", {}, object(), np.ones(1)], ids=repr)
+@pytest.mark.parametrize("budget", [[1], b"12GiB", {}, object(), np.ones(1)], ids=lambda one: type(one).__name__)
 def test_budgets_of_other_types_are_refused_with_what_to_write(budget: Any) -> None:
     with pytest.raises(TypeError, match=rf"expected .*12GiB.* got {type(budget).__name__}"):
         optimize(step, budget=budget)
@@ -373,7 +373,7 @@ def test_where_planning_fails_the_error_is_raised_or_the_step_runs_as_given(monk
     def failing(*_: Any) -> Any:
         raise RuntimeError("the search broke")
 
-    monkeypatch.setattr(remat_opt.callable.function, "decide", failing)
+    monkeypatch.setattr(remat_opt.planner.step, "decide", failing)
     with pytest.raises(RuntimeError, match="the search broke"):
         optimize(step)(PARAMS, X)
     optimized = optimize(step, on_error="plain")

@@ -122,7 +122,9 @@ def teacher_of_its_own(teacher, params, x):
 
 
 @pytest.mark.parametrize(
-    ("fun", "numbers"), [(ema, "1"), (forwarded, "1"), (teacher_of_its_own, "(0, 1)")], ids=lambda one: str(one)
+    ("fun", "numbers"),
+    [(ema, "1"), (forwarded, "1"), (teacher_of_its_own, "(0, 1)")],
+    ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_what_is_only_read_or_comes_back_as_it_was_is_no_state(fun: Callable, numbers: str) -> None:
     (message,) = told_of(lambda: optimize(fun, verify=False).plan(params(), params(), X))

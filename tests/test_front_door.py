@@ -14,7 +14,7 @@ import pytest
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-import remat_opt
+import remat_opt.planner.step
 
 pytestmark = pytest.mark.short
 
@@ -202,8 +202,8 @@ def test_positions_count_without_what_is_bound() -> None:
 
 def test_a_method_is_planned_once_for_all_objects_of_equal_static_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     plans: list[Any] = []
-    decide = remat_opt.callable.function.decide
-    monkeypatch.setattr(remat_opt.callable.function, "decide", lambda *args: plans.append(args) or decide(*args))
+    decide = remat_opt.planner.step.decide
+    monkeypatch.setattr(remat_opt.planner.step, "decide", lambda *args: plans.append(args) or decide(*args))
 
     class Optimized(eqx.Module):
         w: jax.Array

@@ -14,7 +14,7 @@ import step_networks as networks
 from jax.extend.core import primitives
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import remat_opt.callable.function
+import remat_opt.planner.step
 from remat_opt import RematWarning, optimize
 
 pytestmark = pytest.mark.short
@@ -356,8 +356,8 @@ def test_a_function_without_a_gradient_runs_as_it_was_given(fun: Any) -> None:
 
 def test_nothing_of_ours_runs_once_a_signature_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     traces, plans = [], []
-    decide = remat_opt.callable.function.decide
-    monkeypatch.setattr(remat_opt.callable.function, "decide", lambda *args: plans.append(args) or decide(*args))
+    decide = remat_opt.planner.step.decide
+    monkeypatch.setattr(remat_opt.planner.step, "decide", lambda *args: plans.append(args) or decide(*args))
 
     def traced_step(params: Any, x: jax.Array) -> Any:
         traces.append(x)
@@ -380,8 +380,8 @@ def test_nothing_of_ours_runs_once_a_signature_is_compiled(monkeypatch: pytest.M
 @pytest.mark.parametrize("budget", [None, 0.6])
 def test_concurrent_first_calls(budget: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     plans, results = [], {}
-    decide = remat_opt.callable.function.decide
-    monkeypatch.setattr(remat_opt.callable.function, "decide", lambda *args: plans.append(args) or decide(*args))
+    decide = remat_opt.planner.step.decide
+    monkeypatch.setattr(remat_opt.planner.step, "decide", lambda *args: plans.append(args) or decide(*args))
     optimized, start = optimize(step, budget=budget), threading.Barrier(4)
 
     def call(index: int) -> None:

@@ -16,7 +16,7 @@ from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.planner.plan import Plan, Prediction, pack
 from remat_opt.report.curves import curve_of, draw
-from remat_opt.report.explain import Explanation, explain
+from remat_opt.report.explain import Explanation
 from remat_opt.report.saved import Reason, join_names, reasons_of
 from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 
@@ -247,7 +247,7 @@ def plain_explanation() -> Explanation:
     predicted = Prediction(liveness.peak, liveness.peak, 0, graph.flops, 0.0, graph.seconds, 0.0)
     note = "nothing to gain: recomputing anything would not lower the peak"
     plan = Plan("", (), 7, "cpu", "auto", "12GiB", (), Choice(), pack(schedule), predicted, note=note)
-    return explain(plan, graph, graph, liveness, liveness, {}, {})
+    return Explanation(plan, graph, graph, liveness, liveness, {}, {})
 
 
 def test_a_step_with_nothing_to_gain_says_so() -> None:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-import remat_opt
+import remat_opt.planner.step
 from remat_opt import InfeasibleBudget, Plan, RematWarning, frontier, optimize
 
 PARAMS = [jnp.eye(32) * 0.5] * 4
@@ -54,14 +54,14 @@ def without_collector() -> Iterator[None]:
 @pytest.fixture
 def decisions(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref]:
     """What is decided while a test runs."""
-    made, decide = [], remat_opt.callable.function.decide
+    made, decide = [], remat_opt.planner.step.decide
 
     def deciding(*arguments: Any) -> Any:
         decision = decide(*arguments)
         made.append(weakref.ref(decision))
         return decision
 
-    monkeypatch.setattr(remat_opt.callable.function, "decide", deciding)
+    monkeypatch.setattr(remat_opt.planner.step, "decide", deciding)
     return made
 
 

@@ -33,7 +33,6 @@ from remat_opt.rewrites.captured import Captured, capture_traced
 from remat_opt.targets import Target, resolve_target
 from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
-from remat_opt.trace.flops import note_of_loops
 from remat_opt.trace.inline import Program
 
 _NOT_GIVEN: Any = object()
@@ -306,12 +305,7 @@ class _Checkpointed:
         """What is saved, what is recomputed, why, and what it costs, of the function's forward and backward pass."""
         if delegate := self.for_modules(args, kwargs):
             return delegate.explain(*args, **kwargs)
-        decision = self.decision(args, kwargs).decision
-        prepared, solution = decision.prepared, decision.solution
-        problem, names, seconds = prepared.problem, prepared.names(solution.choice), dict(decision.seconds)
-        liveness = problem.plain.liveness, solution.liveness
-        note = note_of_loops(prepared.captured.given)
-        return explain(decision.plan, prepared.plain_graph, problem.graph, *liveness, names, seconds, flops_note=note)
+        return explain(self.decision(args, kwargs).decision)
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""

@@ -20,7 +20,6 @@ the jits are made anew, and other signatures compile again at their next call.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import threading
 import time
@@ -38,21 +37,18 @@ from remat_opt.callable.donation import Undonated, find_undonated
 from remat_opt.callable.jit_options import standing_for, with_ours
 from remat_opt.callable.warnings_once import Teller
 from remat_opt.emit.differentiable import with_derivative_of
-from remat_opt.planner.collectives import is_divided, told_of_explicit, without_repeats
 from remat_opt.planner.decision import Decision, runs_as_given
 from remat_opt.planner.fallback import as_given_after, failure_note, of_symbolic_shapes, unread
 from remat_opt.planner.plan import Plan
-from remat_opt.planner.plan_files import saved_or_new
-from remat_opt.planner.planning import decide
-from remat_opt.planner.prepared import Prepared, prepare
+from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
+from remat_opt.planner.step import decide_step, read_step
 from remat_opt.report.explain import Explanation, explain
-from remat_opt.rewrites.captured import capture_traced, dynamic_leaves
+from remat_opt.rewrites.captured import dynamic_leaves
 from remat_opt.search import Solution
 from remat_opt.targets import Figures, Target, resolve_target
 from remat_opt.targets.options import platform_of
 from remat_opt.trace import compat
-from remat_opt.trace.flops import note_of_loops
 
 
 class _PlanNeeded(Exception):
@@ -122,12 +118,8 @@ class OptimizedFunction:
         return f"<remat_opt.optimize({self._teller.name})>"
 
     def __reduce__(self) -> Any:
-        return OptimizedFunction, (
-            self._fun,
-            self._settings,
-            self._options,
-            self._is_plain,
-        )  # plans and compiled steps stay here
+        # Plans and compiled steps stay here.
+        return OptimizedFunction, (self._fun, self._settings, self._options, self._is_plain)
 
     # Calling
 
@@ -198,19 +190,7 @@ class OptimizedFunction:
         """What is saved, what is recomputed, why, and what it costs; `print` it, or `.save("picture.png")`."""
         if delegate := self._for_modules(args, kwargs):
             return delegate.explain(*args, **kwargs)
-        decision = self._decision(args, kwargs)
-        prepared, solution = decision.prepared, decision.solution
-        return explain(
-            decision.plan,
-            prepared.plain_graph,
-            prepared.problem.graph,
-            prepared.unchanged.problem.plain.liveness,
-            solution.liveness,
-            prepared.names(solution.choice),
-            dict(decision.seconds),
-            prepared.loops.written if prepared.given and prepared.loops else (),
-            note_of_loops(prepared.captured.given),
-        )
+        return explain(self._decision(args, kwargs))
 
     def undonated(self, *args, **kwargs) -> Undonated | None:
         """State among these arguments that comes back as results and is not donated; None where it is little."""
@@ -315,7 +295,7 @@ class OptimizedFunction:
         if symbolic := compat.symbolic_inputs(traced):
             return of_symbolic_shapes(record, self.target, self._settings, symbolic)
         try:
-            prepared, failure = self._prepare(record, args, kwargs), None
+            prepared, failure = read_step(record, self._settings, self._options, (args, kwargs)), None
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise
@@ -334,28 +314,13 @@ class OptimizedFunction:
         traced = self._plain.trace(*args, **kwargs)
         if symbolic := compat.symbolic_inputs(traced):
             raise ValueError(f"expected shapes of numbers, whose bytes can be counted, got {symbolic[0]}")
-        return self._prepare(traced, args, kwargs)
-
-    def _prepare(self, traced: Any, args: tuple, kwargs: dict) -> Prepared:
-        settings = self._settings
-        target = resolve_target(settings.target)
-        captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
-        marks = "" if is_divided(captured.program, (args, kwargs), self._options) else None
-        program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
-        return prepare(dataclasses.replace(captured, program=program), target)
+        return read_step(traced, self._settings, self._options, (args, kwargs))
 
     def _decide(self, prepared: Prepared, args: tuple, kwargs: dict) -> Decision:
-        settings, program = self._settings, prepared.captured.program
         outside = compat.outside_of_any_trace()
-        measure = functools.partial(self._measure, args, kwargs) if outside and settings.verify else None
+        measure = functools.partial(self._measure, args, kwargs) if outside and self._settings.verify else None
         try:
-            new = functools.partial(decide, prepared, settings, measure)
-            decision = saved_or_new(prepared, settings, self._options, measure is not None, new)
-            if settings.repeat_collectives or settings.plan is not None:
-                return decision
-            if measure is not None and program.marks is not None:
-                decision = without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
-            return told_of_explicit(decision)
+            return decide_step(prepared, self._settings, self._options, measure)
         except Exception as error:
             # The present jit may hold a candidate for this signature, which the next call would run.
             self._forget_compiled(any(not one.runs_as_given for one in self._decisions.values()))

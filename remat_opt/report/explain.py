@@ -11,10 +11,12 @@ from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import Liveness, simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.loops.choose import WrittenPair
+from remat_opt.planner.decision import Decision
 from remat_opt.planner.plan import Plan
 from remat_opt.report.curves import Curve, curve_of
 from remat_opt.report.saved import Group, held_values, saved_groups
 from remat_opt.targets.devices import TARGETS
+from remat_opt.trace.flops import note_of_loops
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,16 +133,17 @@ class Explanation:
         draw_live_memory(self, path)
 
 
-def explain(
-    plan: Plan,
-    given: Graph,
-    graph: Graph,
-    plain: Liveness,
-    rewritten: Liveness,
-    names: Mapping[int, str],
-    seconds: Mapping[str, float],
-    loops: tuple[WrittenPair, ...] = (),
-    flops_note: str = "",
-) -> Explanation:
-    """Gather what there is to say of a plan; for the arguments see `Explanation`."""
-    return Explanation(plan, given, graph, plain, rewritten, names, seconds, loops, flops_note)
+def explain(decision: Decision) -> Explanation:
+    """Gather what there is to say of a decision."""
+    prepared, solution = decision.prepared, decision.solution
+    return Explanation(
+        plan=decision.plan,
+        given=prepared.plain_graph,
+        graph=prepared.problem.graph,
+        plain=prepared.unchanged.problem.plain.liveness,
+        rewritten=solution.liveness,
+        names=prepared.names(solution.choice),
+        seconds=dict(decision.seconds),
+        loops=prepared.loops.written if prepared.given and prepared.loops else (),
+        flops_note=note_of_loops(prepared.captured.given),
+    )
