@@ -115,9 +115,9 @@ class _BudgetLoop:
         # Where nothing is recomputed other buffers are live at the peak; that says little of other candidates.
         alike = [one for one in self.compiled if not one.found.prepared.in_our_order]
         small, large = self.bracket(alike)
-        if small is None and large is None:
-            return self.limit / self.first_correction
         if small is None:
+            if large is None:
+                return self.limit / self.first_correction
             margin = SECOND_MARGIN if len(alike) > 1 else FIRST_MARGIN
             return min(self.limit / (large.correction * margin), large.found.peak - 1)
         if large is None:
