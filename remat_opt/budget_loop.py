@@ -101,6 +101,8 @@ class _BudgetLoop:
             return found or next(self.smallest(), None)
         if self.counted(self.best.figures) > USES_IT * self.allowed:
             return None
+        if len(self.compiled) > 2 and not self.fits(self.compiled[-1]):
+            return None  # something fits, and what should have been cheaper missed
         most = self.best.found.extra_seconds - WORTH_COMPILING * self.decider.given.plain_graph.seconds
         _, large = self.bracket(self.compiled)
         limits = [self.predicted_limit]
