@@ -101,6 +101,8 @@ class _BudgetLoop:
             return found or next(self.smallest(), None)
         if self.counted(self.best.figures) > USES_IT * self.allowed:
             return None
+        if len(self.compiled) > 2 and not self.fits(self.compiled[-1]):
+            return None  # something fits, and what should have been cheaper missed
         most = self.best.found.extra_seconds - WORTH_COMPILING * self.decider.given.plain_graph.seconds
         _, large = self.bracket(self.compiled)
         limits = [self.predicted_limit]
@@ -115,9 +117,9 @@ class _BudgetLoop:
         # Where nothing is recomputed other buffers are live at the peak; that says little of other candidates.
         alike = [one for one in self.compiled if not one.found.prepared.in_our_order]
         small, large = self.bracket(alike)
-        if small is None and large is None:
-            return self.limit / self.first_correction
         if small is None:
+            if large is None:
+                return self.limit / self.first_correction
             margin = SECOND_MARGIN if len(alike) > 1 else FIRST_MARGIN
             return min(self.limit / (large.correction * margin), large.found.peak - 1)
         if large is None:
