@@ -1,3 +1,5 @@
+"""Networks of the demo, the tests and the benchmarks, and the demo itself."""
+
 from remat_opt.examples.registry import EXAMPLES as EXAMPLES
 from remat_opt.examples.registry import NETWORKS as NETWORKS
 from remat_opt.examples.registry import Example as Example

@@ -1,0 +1,7 @@
+"""Loops of a step: pairs of a forward and a backward `scan`, what each can be, and how they are written again.
+
+`pairs.py` finds them, `choice.py` says what can be done to one, `costs.py` and `memory.py` what that costs,
+`options.py` what is tried, `choose.py` what is taken, `equal.py` which pairs are the same; `rewrite.py`, `write.py` and
+`reverse.py` write the two loops, `update.py` moves the optimizer's update inside. `inside.py` enters the bodies of
+loops, branches and maps, which are programs of their own. `steps.py` is what is asked of the search.
+"""

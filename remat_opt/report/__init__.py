@@ -1,0 +1,1 @@
+"""What a user reads: `explain` in text and pictures, units of bytes, FLOPs and seconds."""

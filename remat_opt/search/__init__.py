@@ -1,4 +1,10 @@
-"""The searches by name. Each takes a `Problem` and a budget and returns a `Solution`."""
+"""The searches: each takes a `Problem` (a graph) and a budget in bytes, and returns a `Solution`. No JAX.
+
+`problem.py` says what every search gets and gives; a new solver is a file with `solve(problem, budget)` and an entry in
+`SOLVERS`. `auto.py` is what users get. It asks `families.py` for plans of several models (`cuts.py`, `segments.py`,
+`stages.py`, `nested.py`, `rotor.py`), and improves the schedule itself (`moves.py`, `polish.py`, `forgetting.py`). The
+papers' algorithms have one file each: `chen.py`, `feng_huang.py`, `hong.py`, `lower_sets.py`; `milp.py` is exact.
+"""
 
 from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, milp, rotor
 from remat_opt.search.auto import search_of

@@ -1,3 +1,11 @@
+"""Compilers, of devices that are attached or absent, and the figures they report.
+
+`devices.py` lists the devices (a new one is an entry of its table), `compile.py` compiles for one, `remote.py`,
+`worker.py` and `export.py` do so in a child process for an absent device, `figures.py` is what a compiler says,
+`options.py` the compiler options that a rewritten step needs. `callbacks.py` takes callbacks out of the measured copy;
+`communication.py` and `live_buffers.py` read compiled programs; `errors.py` has the errors.
+"""
+
 from remat_opt.targets.compile import compile_lowered as compile_lowered
 from remat_opt.targets.compile import is_attached as is_attached
 from remat_opt.targets.compile import measure_flat as measure_flat
