@@ -120,7 +120,7 @@ def build(
         aliases=aliases_of(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    fusion = fuse(unfused, with_sums=True, for_cpu=platform == "cpu")
+    fusion = fuse(unfused, with_sums=True)
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
         counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
         fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=tuple(counted)))

@@ -9,10 +9,7 @@ XLA fuses elementwise work into its users, so that most values of a jaxpr are ne
 3. A virtual value is a buffer after all where fusing it would move more bytes than storing it. With c readers and
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
-4. XLA's CPU compiler makes a value again in few kernels (`InstructionFusion::ShouldFuse` copies no expensive producer,
-   and none into more than a few users): expensive arithmetic that two kernels read is a buffer, and so is all that has
-   several readers and would be computed in three kernels.
-5. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
+4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
    size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
    the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
    connection wait for the layer before it to be computed again; the sum is one buffer. A compiler would fuse it, so
@@ -33,11 +30,6 @@ from typing import NamedTuple
 from remat_opt.graph.graph import Graph, Kind, Op
 
 MOST_SOURCES = 16
-MOST_KERNELS = 2  # of XLA's CPU compiler, that compute the same value
-# As `HloInstruction::IsExpensive` and `InstructionFusion::IsExpensive` list them.
-EXPENSIVE = frozenset({"exp", "exp2", "expm1", "log", "log1p", "tanh", "logistic", "erf", "erf_inv", "div"}) | {
-    *("sqrt", "rsqrt", "cbrt", "pow", "integer_pow", "sin", "cos", "tan", "atan2")
-}
 SPREADING = frozenset({"broadcast_in_dim", "iota"})
 OF_PIECES = frozenset({"pad", "concatenate"})
 # Read at other places than they are written.
@@ -67,7 +59,7 @@ def _stored_by_kind(graph: Graph) -> list[bool]:
 
 
 def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
-    """The same; with `sums`, rule 5 holds, and the values that it stores are added to it."""
+    """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
     if graph.fused:
         return [True] * len(graph.sizes)
     stored = _stored_by_kind(graph)
@@ -155,24 +147,6 @@ def _is_last_of_two(graph: Graph, index: int, value: int, read: frozenset[int], 
     return freed >= 2 and bool(graph.users[value])
 
 
-def _store_what_several_kernels_read(graph: Graph, stored: list[bool]) -> None:
-    """Rule 4, from the last op to the first: a value is computed in the kernels that its readers are computed in."""
-    kernels: list[frozenset[int]] = [frozenset()] * len(graph.ops)  # of each op, no more than are counted
-    for index in range(len(graph.ops) - 1, -1, -1):
-        op = graph.ops[index]
-        if op.kind is Kind.ELEMENTWISE and op.outputs and not any(stored[value] for value in op.outputs):
-            users = [user for value in op.outputs for user in graph.users[value]]
-            computed_in = frozenset().union(*(kernels[user] for user in users))
-            most = 1 if op.name in EXPENSIVE else MOST_KERNELS
-            is_shared = op.name in EXPENSIVE or (len(users) > 1 and op.name not in SPREADING)
-            if len(computed_in) <= most or not is_shared:
-                kernels[index] = frozenset(itertools.islice(computed_in, MOST_KERNELS + 1))
-                continue
-            for value in op.outputs:
-                stored[value] = True
-        kernels[index] = frozenset([index])
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Fusion:
     """A fused graph with the way back.
@@ -181,7 +155,7 @@ class Fusion:
         graph: kernels and buffers; values keep their numbers, virtual ones are read and made by nobody.
         op_of: for each kernel the op of the original graph whose results are buffers.
         virtual: for each virtual value the op of the original graph that makes it.
-        sums: values that are buffers by rule 5.
+        sums: values that are buffers by rule 4.
     """
 
     graph: Graph
@@ -190,18 +164,15 @@ class Fusion:
     sums: frozenset[int] = frozenset()
 
 
-def fuse(graph: Graph, *, with_sums: bool = False, for_cpu: bool = False) -> Fusion:
+def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
     """Merge virtual values into the kernels that read them, by rules 1 to 3.
 
     Args:
         graph: what `Fusion` is made of.
-        with_sums: rule 5 holds, too.
-        for_cpu: rule 4 holds, too.
+        with_sums: rule 4 holds, too.
     """
     sums: set[int] = set()
     stored = _stored(graph, sums if with_sums else None)
-    if for_cpu:
-        _store_what_several_kernels_read(graph, stored)
     made: dict[int, _Virtual] = {}
     virtual: dict[int, int] = {}
     arithmetic = _DearArithmetic()
