@@ -21,7 +21,7 @@ MOST_COMPILATIONS = 4
 FIRST_MARGIN = 1.02  # the first candidate is asked to be so much smaller than the budget
 SECOND_MARGIN = 1.1  # after two candidates that were too large
 USES_IT = 0.97  # part of the budget above which a candidate that fits is taken at once
-WORTH_COMPILING = 0.02  # part of the step's seconds that another compilation has to save
+WORTH_COMPILING = 0.015  # part of the step's seconds that another compilation has to save
 OUT_OF_REACH = 1.5  # times the budget; what is predicted to need more is not compiled
 
 
