@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3  # of all Adam optimizers in `training_steps`
 
 # Bit for bit the same once compiled, too. Op by op all are; in the others XLA fuses the same ops in other groups, and
 # rounds in other places: sums in bfloat16 or float32 that are reduced in one loop with the ops before or after them.
-EXACT = {"mlp", "conv_net", "vjp", "has_aux", "keyword_and_static"}
+EXACT = {"mlp", "conv_net", "vjp", "keyword_and_static"}
 
 # The same networks without the user's own checkpoints.
 WITHOUT_CHECKPOINTS = {"checkpoint_blocks": "transformer", "checkpoint_policy": "transformer"}
