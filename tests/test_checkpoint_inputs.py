@@ -73,6 +73,8 @@ def test_static_arguments_need_not_be_hashable() -> None:
 
 def test_wrong_static_arguments() -> None:
     with pytest.raises(ValueError, match="at least -1 and less than 1"):
+        checkpoint(lambda x: jnp.sin(x), static_argnums=3)(1.0)
+    with pytest.raises(ValueError, match="only accepts 1 positional"):  # JAX's own words for a jitted function
         checkpoint(jnp.sin, static_argnums=3)(1.0)
     with pytest.raises(TypeError, match="int or ints"):
         checkpoint(jnp.sin, static_argnums=("x",))
