@@ -143,6 +143,9 @@ def checkpoint(
 
 
 def _given_statics(static_argnums: int | Sequence[int], static_argnames: str | Iterable[str]) -> dict[str, Any]:
+    numbers = (static_argnums,) if isinstance(static_argnums, int) else tuple(static_argnums)
+    if not all(isinstance(number, int) for number in numbers):
+        raise TypeError(f"expected static_argnums to be an int or ints, got {static_argnums!r}")
     given = {"static_argnums": static_argnums, "static_argnames": static_argnames}
     return {name: value for name, value in given.items() if value != ()}
 

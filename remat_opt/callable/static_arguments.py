@@ -32,8 +32,6 @@ class StaticArguments:
         self.optional = optional
         self.argnums = (argnums,) if isinstance(argnums, int) else tuple(argnums)
         self.argnames = frozenset((argnames,) if isinstance(argnames, str) else argnames)
-        if not all(isinstance(number, int) for number in self.argnums):
-            raise TypeError(f"expected static_argnums to be an int or ints, got {argnums!r}")
         self.jitted = jax.jit(fun)
         self.bound: collections.OrderedDict[Any, Any] = collections.OrderedDict()
 
