@@ -18,6 +18,7 @@ from remat_opt.targets import (
 )
 from remat_opt.targets.options import compiler_options_for
 from remat_opt.trace import compat
+from remat_opt.trace.placement import flat_shardings
 
 
 def compile_here(jitted: Any, target: Target, args: tuple, kwargs: dict) -> Figures:
@@ -86,7 +87,7 @@ def compile_elsewhere(
         compiler_options: as of `jax.jit`.
         keep_unused: as of `jax.jit`.
     """
-    inputs, outputs = compat.flat_shardings(traced)
+    inputs, outputs = flat_shardings(traced)
     return measure_flat(
         fun,
         [compat.abstract(aval, sharding) for aval, sharding in zip(avals, inputs, strict=True)],

@@ -12,7 +12,7 @@ from remat_opt.planner.fallback import has_failed
 from remat_opt.planner.planning import made_elsewhere
 from remat_opt.planner.settings import Settings
 from remat_opt.targets.devices import target_of
-from remat_opt.trace import compat
+from remat_opt.trace.placement import device_lowered_for
 
 
 class Teller:
@@ -44,7 +44,7 @@ class Teller:
             return
         if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
             self.warn(f"{self.name}: {elsewhere} and were not checked here")
-        device = compat.device_lowered_for(decision.prepared.captured.traced)
+        device = device_lowered_for(decision.prepared.captured.traced)
         called_on = plan.target if device is None else target_of(device).name
         if called_on != plan.target.partition(":")[0]:  # a topology is of several devices of one target
             self.warn(

@@ -7,6 +7,7 @@ from typing import Any
 
 from remat_opt.targets.devices import Target
 from remat_opt.trace import compat
+from remat_opt.trace.placement import device_lowered_for
 
 # The CPU compiler expands optimization barriers and then merges what they kept apart (JAX issue 19822; jax 0.12 keeps
 # them, and the option does no harm there). Its default order of instructions favours concurrency, which lets buffers
@@ -44,7 +45,7 @@ def platform_of(traced: Any, target: Target) -> str:
         traced: what `jax.jit(...).trace(...)` returns.
         target: the device that it was planned for, which decides where only an `AbstractMesh` is known.
     """
-    device = compat.device_lowered_for(traced)
+    device = device_lowered_for(traced)
     return target.platform if device is None else device.platform
 
 
