@@ -9,12 +9,16 @@ one fails alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import random
-import signal
 import sys
+import threading
+import time
 import traceback
 import warnings
+from collections.abc import Iterator
 
 import jax
 
@@ -23,6 +27,7 @@ from tests.program_checks import How, any_way, check_compiled, check_rewritten
 from tests.random_programs import SIZES, RandomProgram, random_program
 
 COMPILED = 10  # one in so many
+WATCHED_EVERY = 0.25  # seconds
 
 
 def drawn(seed: int, number: int, statements: int | None = None) -> tuple[RandomProgram, How, int]:
@@ -39,21 +44,42 @@ def say(number: int, **what: object) -> None:
 
 def check(program: RandomProgram, how: How, number: int, within: str = "") -> bool:
     """Whether a program was rewritten; raises where anything is wrong."""
-    signal.signal(signal.SIGPROF, too_long)
-    # Again every few seconds: an exception that is raised inside a weak reference's callback goes no further.
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS, 5)
-    try:
+    with limited_time(program, how, number):
         say(number, stage=f"{within}op by op")
         rewritten = check_rewritten(program, how)
         if rewritten and number % COMPILED == 0:
             check_compiled(program, 0.7, lambda stage: say(number, stage=f"{within}compiled, {stage}"))
         return rewritten
+
+
+@contextlib.contextmanager
+def limited_time(program: RandomProgram, how: How, number: int) -> Iterator[None]:
+    """Say that a program failed and end the process once it has taken `MOST_SECONDS` of the processor.
+
+    A thread watches: an exception that a signal handler raises may come up in any callback, and go no further.
+    """
+    began, done, watched = time.process_time(), threading.Event(), threading.get_ident()
+
+    def watch() -> None:
+        while not done.wait(WATCHED_EVERY):
+            if time.process_time() - began > MOST_SECONDS:
+                message = "".join(traceback.format_stack(sys._current_frames()[watched])[-6:])
+                error = TimeoutError(f"planning, writing and running one small program took over {MOST_SECONDS} s")
+                say_failure(number, len(program.source.splitlines()), program, how, error, message)
+                return end_process()
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        done.set()
+        watcher.join()
 
 
-def too_long(*_: object) -> None:
-    raise TimeoutError(f"planning, writing and running one small program took more than {MOST_SECONDS} s")
+def end_process() -> None:
+    """Without the interpreter's own end, which waits for other threads."""
+    os._exit(1)
 
 
 def check_number(seed: int, number: int) -> None:
@@ -94,8 +120,10 @@ def make_smaller(seed: int, number: int, statements: int, kind: type[Exception])
             continue
 
 
-def say_failure(number: int, statements: int, program: RandomProgram, how: How, error: Exception) -> None:
-    message = "".join(traceback.format_exception(error, limit=-6))
+def say_failure(
+    number: int, statements: int, program: RandomProgram, how: How, error: Exception, message: str = ""
+) -> None:
+    message = message or "".join(traceback.format_exception(error, limit=-6))
     brief = f"{type(error).__name__}: {str(error)[:300]}"
     found = {"statements": statements, "source": repr(program), "how": repr(how), "brief": brief, "message": message}
     say(number, failure=found)

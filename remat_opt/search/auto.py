@@ -56,6 +56,7 @@ _HALVINGS = 5  # of the budgets between what takes longer than one forward pass 
 _VERY_FEW_OPS = 64  # up to which values are forgotten one by one
 _FEW_OPS = 400  # up to which every model is tried at every turning point, and the other solvers are asked
 _SOME_OPS = 1200  # up to which `rotor` is asked for its least memory, and `lower_sets` for budgets
+_LOWERED = 0.9
 _NEXT = 0.99  # times the peak of one schedule is that of the next, in a descent
 _NEAR = 1.25  # times the least peak, up to where a compiler may need less than for the least one
 _ABOUT_A_THIRD = 0.325  # a count apart from ours says up to 2.4 % more on networks of small cells
@@ -200,9 +201,9 @@ class Search:
 
     def lowered(self, solution: Solution) -> Solution:
         """Forget values as long as that lowers the peak."""
-        while (found := lower(self.problem, solution, solution.peak - 1)) is not None:
+        while (found := lower(self.problem, solution, int(solution.peak * _LOWERED))) is not None:
             solution = found
-        return solution
+        return min((solution, *self.descent(solution, lambda _: True)), key=memory_first)
 
     @functools.cached_property
     def structures(self) -> list[Solution]:

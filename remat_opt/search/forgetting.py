@@ -34,6 +34,7 @@ class Forgetting(NamedTuple):
         extra_seconds: of the repeats.
         extra_flops: of the repeats.
         extends: whether something is kept longer for it.
+        above: bytes above the budget that was asked for, over all moments, without what the repeats need while they run.
     """
 
     reader: int
@@ -43,6 +44,7 @@ class Forgetting(NamedTuple):
     extra_seconds: float
     extra_flops: float
     extends: bool
+    above: float
 
 
 class Gaps:
@@ -68,7 +70,7 @@ class Gaps:
             if read < len(reads) and reads[read] > moment:
                 yield Gap(buffer, read)
 
-    def forget(self, gap: Gap, *, extend: int) -> Forgetting | None:
+    def forget(self, gap: Gap, *, extend: int, budget: int = 0) -> Forgetting | None:
         """Forget a buffer over a gap and make its value again behind it.
 
         What that needs and is forgotten by then is made again with it, or, where that costs no more than `extend` bytes
@@ -109,7 +111,8 @@ class Gaps:
         peak = int(live.max())
         seconds, flops = sum(graph.ops[op].seconds for op in ops), sum(graph.ops[op].flops for op in ops)
         again = tuple(sorted(ops, key=self.problem.place.__getitem__))
-        return Forgetting(reader, again, peak, int(np.count_nonzero(live == peak)), seconds, flops, extends)
+        above = float(np.maximum(live - budget, 0).sum())
+        return Forgetting(reader, again, peak, int(np.count_nonzero(live == peak)), seconds, flops, extends, above)
 
     @property
     def always_there(self) -> frozenset[int]:

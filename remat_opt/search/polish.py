@@ -6,6 +6,7 @@ by a beam search, and `shorten` exchanges: one value is forgotten, and what that
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
@@ -16,6 +17,7 @@ from remat_opt.search.moves import fill
 from remat_opt.search.problem import Problem, Solution, time_first
 
 _BEAM = 4
+_SIMULATED = 8  # changes in each step of the beam
 _MOST_STEPS = 24
 _PATIENCE = 3  # steps of the beam that lower nothing
 _MOST_EXCHANGES = 6
@@ -111,38 +113,58 @@ def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
     seen = {_key(start)}
     least, failed = _above(start, budget), 0
     for _ in range(_MOST_STEPS):
-        found: list[Solution] = []
-        for solution in beam:
-            for candidate in forgetting(problem, solution, budget):
-                if _key(candidate) not in seen:
-                    seen.add(_key(candidate))
-                    found.append(candidate)
+        changes = [change for solution in beam for change in changes_of(problem, solution, budget)]
+        simulated = [change.scheduled() for change in _best(changes, start, budget, _SIMULATED)]
+        found = list({_key(one): one for one in simulated if _key(one) not in seen}.values())
+        seen.update(map(_key, found))
         fitting = [solution for solution in found if solution.peak <= budget]
         if fitting:
             return min((fill(problem, solution, budget) for solution in fitting), key=time_first)
         if not found:
             return None
-        beam = _promising(found, start, budget)
-        lowest = min(_above(solution, budget) for solution in beam)
+        lowest = min(_above(solution, budget) for solution in found)
         least, failed = (lowest, 0) if lowest < least else (least, failed + 1)
         if failed == _PATIENCE:
             return None
+        beam = _best(found, start, budget, _BEAM)
     return None
 
 
 def shorten(problem: Problem, solution: Solution, budget: int) -> Solution:
     """A schedule that takes no longer and fits, too, by forgetting one value and keeping others in its place."""
     for _ in range(_MOST_EXCHANGES):
-        exchanged = (fill(problem, one, budget) for one in forgetting(problem, solution, budget) if one.peak <= budget)
-        best = min(exchanged, key=time_first, default=solution)
+        cheapest = sorted(changes_of(problem, solution, budget), key=lambda one: one.extra_seconds)[:_SIMULATED]
+        fitting = [one for one in (change.scheduled() for change in cheapest) if one.peak <= budget]
+        best = min((fill(problem, one, budget) for one in fitting), key=time_first, default=solution)
         if best.extra_seconds >= solution.extra_seconds:
             break
         solution = best
     return solution
 
 
-def forgetting(problem: Problem, solution: Solution, budget: int) -> Iterator[Solution]:
-    """The schedules in which one value more is forgotten over the first moment that is above a budget, or at the peak.
+@dataclasses.dataclass(frozen=True, eq=False)
+class Change:
+    """A value that may be forgotten, with what is known of the schedule before it is simulated."""
+
+    gaps: Gaps
+    forgetting: Forgetting
+
+    @property
+    def above(self) -> float:
+        """Bytes above the budget, over all moments."""
+        return self.forgetting.above
+
+    @property
+    def extra_seconds(self) -> float:
+        """Of all repeats."""
+        return self.gaps.solution.extra_seconds + self.forgetting.extra_seconds
+
+    def scheduled(self) -> Solution:
+        return self.gaps.scheduled(self.forgetting.reader, self.forgetting.again)
+
+
+def changes_of(problem: Problem, solution: Solution, budget: int) -> Iterator[Change]:
+    """One value more forgotten over the first moment that is above a budget, or at the peak.
 
     What it is made of is kept until then where that stays within the budget, and made again, too, where it does not;
     and, as another schedule, always made again.
@@ -151,22 +173,27 @@ def forgetting(problem: Problem, solution: Solution, budget: int) -> Iterator[So
     above = np.flatnonzero(solution.liveness.live > budget)
     moment = int(above[0]) if len(above) else solution.liveness.peak_position
     for gap in gaps.at(moment):
-        found = (gaps.forget(gap, extend=extend) for extend in (budget, -1))
-        for repeats in dict.fromkeys((one.reader, one.again) for one in found if one is not None):
-            yield gaps.scheduled(*repeats)
+        for extend in (budget, -1):
+            forgetting = gaps.forget(gap, extend=extend, budget=budget)
+            if forgetting is None:
+                break
+            yield Change(gaps, forgetting)
+            if not forgetting.extends:
+                break  # without that it is the same
 
 
-def _promising(found: list[Solution], start: Solution, budget: int) -> list[Solution]:
-    """Half of the beam for the least that is still above the budget, half for what costs least for what it lowers."""
+def _best(found: list, start: Solution, budget: int, count: int) -> list:
+    """Half for the least that is still above the budget, half for what costs least for what it lowers."""
     at_start = _above(start, budget)
+    above = {one: _above(one, budget) if isinstance(one, Solution) else one.above for one in found}
 
-    def rate(solution: Solution) -> float:
-        lowered = at_start - _above(solution, budget)
-        return (solution.extra_seconds - start.extra_seconds) / lowered if lowered > 0 else np.inf
+    def rate(one) -> float:
+        lowered = at_start - above[one]
+        return (one.extra_seconds - start.extra_seconds) / lowered if lowered > 0 else np.inf
 
-    by_height = sorted(found, key=lambda one: (_above(one, budget), one.extra_seconds))[: _BEAM // 2]
-    by_rate = sorted(found, key=lambda one: (rate(one), _above(one, budget)))[:_BEAM]
-    return list(dict.fromkeys((*by_height, *by_rate)))[:_BEAM]
+    by_height = sorted(found, key=lambda one: (above[one], one.extra_seconds))[: count // 2]
+    by_rate = sorted(found, key=lambda one: (rate(one), above[one]))[:count]
+    return list(dict.fromkeys((*by_height, *by_rate)))[:count]
 
 
 def _above(solution: Solution, budget: int) -> float:
