@@ -123,7 +123,7 @@ X = jax.ShapeDtypeStruct((64, WIDTH, WIDTH), jnp.float32)
 
 
 def test_dropout_costs_a_byte_a_number_on_the_cpu() -> None:
-    """Under eight arrays of a layer's size; ten where bits are kept, which come out of Threefry's loop as two arrays."""
+    """Under eight arrays of a layer's size; ten where bits are kept: Threefry's loop gives them as two arrays."""
 
     def step(weights: jax.Array, key: jax.Array, x: jax.Array) -> jax.Array:
         def loss(weights: jax.Array) -> jax.Array:

@@ -34,7 +34,8 @@ class Forgetting(NamedTuple):
         extra_seconds: of the repeats.
         extra_flops: of the repeats.
         extends: whether something is kept longer for it.
-        above: bytes above the budget that was asked for, over all moments, without what the repeats need while they run.
+        above: bytes above the budget that was asked for, summed over all moments, without what the repeats need
+            while they run.
     """
 
     reader: int

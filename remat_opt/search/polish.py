@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -25,6 +26,9 @@ _LARGEST = 24  # values at one peak of a descent that may be forgotten
 _TRIED_TOGETHER = 4  # of these, simulated
 _EFFECTIVE = 0.25  # of what the change lowers that lowers most
 _MOST_SIMULATED = 4_000_000  # ops of schedules, in one descent
+
+
+Option = TypeVar("Option", "Change", Solution)
 
 
 def descend(problem: Problem, start: Solution, is_allowed: Callable[[Solution], bool]) -> Iterator[Solution]:
@@ -109,24 +113,24 @@ def _worth_most(problem: Problem, solution: Solution, lower: list[Solution]) -> 
 
 def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
     """A schedule within a budget, from one that is not, by forgetting values; None where none was found."""
-    beam = [start]
-    seen = {_key(start)}
+    beam, seen = [start], {_key(start)}
     least, failed = _above(start, budget), 0
     for _ in range(_MOST_STEPS):
         changes = [change for solution in beam for change in changes_of(problem, solution, budget)]
-        simulated = [change.scheduled() for change in _best(changes, start, budget, _SIMULATED)]
-        found = list({_key(one): one for one in simulated if _key(one) not in seen}.values())
-        seen.update(map(_key, found))
+        promising = _best(changes, [change.forgetting.above for change in changes], start, budget, _SIMULATED)
+        simulated = {_key(one): one for one in (change.scheduled() for change in promising)}
+        found = [one for key, one in simulated.items() if key not in seen]
+        seen.update(simulated)
         fitting = [solution for solution in found if solution.peak <= budget]
         if fitting:
             return min((fill(problem, solution, budget) for solution in fitting), key=time_first)
         if not found:
             return None
-        lowest = min(_above(solution, budget) for solution in found)
-        least, failed = (lowest, 0) if lowest < least else (least, failed + 1)
+        above = [_above(solution, budget) for solution in found]
+        least, failed = (min(above), 0) if min(above) < least else (least, failed + 1)
         if failed == _PATIENCE:
             return None
-        beam = _best(found, start, budget, _BEAM)
+        beam = _best(found, above, start, budget, _BEAM)
     return None
 
 
@@ -148,11 +152,6 @@ class Change:
 
     gaps: Gaps
     forgetting: Forgetting
-
-    @property
-    def above(self) -> float:
-        """Bytes above the budget, over all moments."""
-        return self.forgetting.above
 
     @property
     def extra_seconds(self) -> float:
@@ -182,18 +181,18 @@ def changes_of(problem: Problem, solution: Solution, budget: int) -> Iterator[Ch
                 break  # without that it is the same
 
 
-def _best(found: list, start: Solution, budget: int, count: int) -> list:
-    """Half for the least that is still above the budget, half for what costs least for what it lowers."""
+def _best(found: Sequence[Option], above: Sequence[float], start: Solution, budget: int, count: int) -> list[Option]:
+    """Half for the fewest bytes above the budget, half for the least time for each byte that is lowered."""
     at_start = _above(start, budget)
-    above = {one: _above(one, budget) if isinstance(one, Solution) else one.above for one in found}
 
-    def rate(one) -> float:
-        lowered = at_start - above[one]
-        return (one.extra_seconds - start.extra_seconds) / lowered if lowered > 0 else np.inf
+    def rate(index: int) -> float:
+        lowered = at_start - above[index]
+        return (found[index].extra_seconds - start.extra_seconds) / lowered if lowered > 0 else np.inf
 
-    by_height = sorted(found, key=lambda one: (above[one], one.extra_seconds))[: count // 2]
-    by_rate = sorted(found, key=lambda one: (rate(one), above[one]))[:count]
-    return list(dict.fromkeys((*by_height, *by_rate)))[:count]
+    by_height = sorted(range(len(found)), key=lambda index: (above[index], found[index].extra_seconds))
+    by_rate = sorted(range(len(found)), key=lambda index: (rate(index), above[index]))
+    best = dict.fromkeys((*by_height[: count // 2], *by_rate[:count]))
+    return [found[index] for index in itertools.islice(best, count)]
 
 
 def _above(solution: Solution, budget: int) -> float:
