@@ -112,15 +112,14 @@ def test_results_are_added_budget_by_budget(tmp_path: Path) -> None:
     assert "2 budgets, 0 neither held nor rightly refused; 3 compilations." in table
 
 
-def test_without_a_budget_no_more_is_foreseen_than_within_one() -> None:
-    """The lowest peak by the search's own count was the one for which XLA's GPU compiler needed more: 2537 MB and 2467
-    with any budget."""
+def test_without_a_budget_no_more_is_predicted_than_within_one() -> None:
+    """The lowest peak was once one for which a budget's plan was predicted to need less."""
     example = make_example("vgg13")
 
-    def foreseen(budget: float | None) -> float:
+    def predicted(budget: float | None) -> float:
         step = remat_opt.optimize(
             example.train_step, target="h200", budget=budget, verify=False, donate_argnums=example.donate_argnums
         )
         return step.plan(*example.abstract_args).predicted.peak_bytes
 
-    assert foreseen(None) <= min(map(foreseen, (0.3, 0.5)))
+    assert predicted(None) <= min(map(predicted, (0.35, 0.5)))
