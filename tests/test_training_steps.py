@@ -22,7 +22,7 @@ LEARNING_RATE = 1e-3  # of all Adam optimizers in `training_steps`
 
 # Bit for bit the same once compiled, too. Op by op all are; in the others XLA fuses the same ops in other groups, and
 # rounds in other places: sums in bfloat16 or float32 that are reduced in one loop with the ops before or after them.
-EXACT = {"mlp", "conv_net", "vjp", "has_aux", "keyword_and_static"}
+EXACT = {"mlp", "conv_net", "vjp", "keyword_and_static"}
 
 # The same networks without the user's own checkpoints.
 WITHOUT_CHECKPOINTS = {"checkpoint_blocks": "transformer", "checkpoint_policy": "transformer"}
@@ -125,7 +125,8 @@ def assert_close(found: Ran, expected: Ran) -> None:
     """
     assert found.returned.keys() == expected.returned.keys()
     for path, value in expected.returned.items():
-        np.testing.assert_allclose(found.returned[path], value, rtol=1e-5, err_msg=path)
+        rounding = 1e-6 * np.max(np.abs(value)) if np.issubdtype(value.dtype, np.floating) else 0  # of sums near zero
+        np.testing.assert_allclose(found.returned[path], value, rtol=1e-5, atol=rounding, err_msg=path)
     assert found.state.keys() == expected.state.keys()
     largest: dict[str, float] = {}  # of all first or all second moments of one optimizer after one step
     for path, value in expected.state.items():
