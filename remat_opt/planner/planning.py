@@ -112,7 +112,7 @@ def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_wi
         of_other = decider.measure(other)
         if of_other.temp_bytes < figures.temp_bytes:
             figures, found = of_other, other
-    if figures.temp_bytes <= WORTH_WRITING * plain.temp_bytes:
+    if figures.temp_bytes < WORTH_WRITING * plain.temp_bytes:
         return decider.decision(found, figures)
     return decider.plain(
         f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "
