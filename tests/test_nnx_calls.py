@@ -56,8 +56,9 @@ def merging_step(graph: Any, state: Any, x: jax.Array) -> tuple[Any, jax.Array]:
 
 
 def contents(model: Net) -> dict[str, Any]:
-    """The identity of every node and array."""
-    nodes = {str(path): id(node) for path, node in nnx.iter_graph(model)}
+    """The identity of every module, variable and array; flax makes the mappings between them anew with each update."""
+    kinds = (nnx.Module, nnx.List, nnx.Variable)
+    nodes = {str(path): id(node) for path, node in nnx.iter_graph(model) if isinstance(node, kinds)}
     arrays = {str(path): id(leaf.get_raw_value()) for path, leaf in nnx.to_flat_state(nnx.state(model))}
     return {"nodes": nodes, "arrays": arrays, "attributes": sorted(vars(model)), "graph": nnx.graphdef(model)}
 
