@@ -9,6 +9,9 @@ first used, for Flax modules.
 import importlib as _importlib
 from typing import Any as _Any
 
+from remat_opt.trace import supported as _supported  # noqa: F401, it refuses a JAX that is too old
+
+# isort: split
 from remat_opt.api import frontier, measure, optimize
 from remat_opt.callable.checkpointing import NamesPolicy, checkpoint, policy
 from remat_opt.callable.frontier import Frontier, FrontierPoint
@@ -18,7 +21,6 @@ from remat_opt.callable.warning import RematWarning
 from remat_opt.planner.budget import InfeasibleBudget
 from remat_opt.planner.plan import Plan, PlanError
 from remat_opt.report.explain import Explanation
-from remat_opt.trace import supported as _supported  # noqa: F401, first of all: it refuses a JAX that is too old
 
 __all__ = [
     "Explanation",

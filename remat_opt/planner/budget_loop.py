@@ -60,7 +60,7 @@ class _Compiled:
     @property
     def correction(self) -> float:
         """The compiler's figure as a multiple of the predicted peak."""
-        return self.figures.temp_bytes / max(self.found.peak, 1)
+        return max(self.figures.temp_bytes, 1) / max(self.found.peak, 1)
 
 
 class _BudgetLoop:

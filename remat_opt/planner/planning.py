@@ -22,6 +22,7 @@ from remat_opt.trace.names import name_values
 
 WORTH_WRITING = 0.98  # a peak above this part of the plain one, predicted or compiled, is no gain
 FAR_OFF = 1.5  # a compiled figure above so many times the predicted one: another order is tried
+SMALLEST_GAIN = 4096  # bytes, a page: what is less is no gain on any device
 TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is checked by compiling both
 TOO_CLOSE_ON_A_TPU = 0.5
 
@@ -112,7 +113,7 @@ def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_wi
         of_other = decider.measure(other)
         if of_other.temp_bytes < figures.temp_bytes:
             figures, found = of_other, other
-    if figures.temp_bytes < WORTH_WRITING * plain.temp_bytes:
+    if figures.temp_bytes <= min(WORTH_WRITING * plain.temp_bytes, plain.temp_bytes - SMALLEST_GAIN):
         return decider.decision(found, figures)
     return decider.plain(
         f"nothing to gain: the compiler needs {figures.temp_bytes} bytes for the rewritten step and "

@@ -114,10 +114,13 @@ class Prepared:
         """Whether it is written even where nothing is recomputed."""
         return self.in_our_order or self.is_reformed
 
-    @property
+    @functools.cached_property
     def is_reformed(self) -> bool:
         """Whether operations have another form than in the step as it was given."""
-        return self.given is not None or len(self.bridge.program.avals) != len(self.captured.given.avals)
+        ours, given = (
+            [one.primitive for one in program.equations] for program in (self.bridge.program, self.captured.given)
+        )
+        return self.given is not None or ours != given
 
     @property
     def unchanged(self) -> Prepared:
