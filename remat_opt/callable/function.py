@@ -332,17 +332,14 @@ class OptimizedFunction:
         """Compile a candidate (None: the step as it was given) for the target."""
         if prepared.target.name != resolve_target(None).name:
             return compile_candidate(prepared, solution, self._options.get("compiler_options"))
-        if solution is None and self._settings.budget.fraction is not None:
-            # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
-            platform = platform_of(prepared.captured.traced, prepared.target)
-            plain = jax.jit(self._fun, **with_ours(self._options, platform))
-            return compile_as_called(plain, prepared.target, args, kwargs)
+        # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
+        ours = solution is None and self._settings.budget.fraction is not None
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
-        rewritten = not runs_as_given(prepared, solution)
-        if rewritten != self._with_ours or self._plain.trace(*args, **kwargs).jaxpr in self._written:
-            self._forget_compiled(rewritten)  # this jit holds another candidate for the same signature
+        ours = ours or not runs_as_given(prepared, solution)
+        if ours != self._with_ours or self._plain.trace(*args, **kwargs).jaxpr in self._written:
+            self._forget_compiled(ours)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
             return compile_as_called(self._jit_for(args, kwargs), prepared.target, args, kwargs)
 
