@@ -3,7 +3,7 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -104,6 +104,38 @@ def test_a_room_imports_only_the_rooms_before_it(room: str) -> None:
         if not is_in(one.target.removeprefix("remat_opt."), *MAY_IMPORT[room], *MAY_ALSO_IMPORT.get(one.module, ()))
     ]
     assert not wrong, f"expected {room}/ to import only {sorted(MAY_IMPORT[room])}:\n" + "\n".join(map(str, wrong))
+
+
+def cycle_among(imports: Iterable[Import]) -> list[str]:
+    """Modules each of which imports the next, and the last the first; none where imports go one way."""
+    targets: dict[str, set[str]] = {}
+    for one in imports:
+        if is_in(one.target, "remat_opt"):
+            targets.setdefault(one.module, set()).add(one.target.removeprefix("remat_opt").removeprefix("."))
+    done: set[str] = set()
+
+    def search(module: str, path: list[str]) -> list[str]:
+        if module in path:
+            return path[path.index(module) :]
+        if module not in done:
+            for target in sorted(targets.get(module, ())):
+                if found := search(target, [*path, module]):
+                    return found
+            done.add(module)
+        return []
+
+    return next((found for module in sorted(targets) if (found := search(module, []))), [])
+
+
+def test_no_modules_import_each_other() -> None:
+    cycle = cycle_among(all_imports())
+    assert not cycle, "expected imports to go one way, in functions and for types too: " + " → ".join(cycle)
+
+
+def test_cycles_are_found() -> None:
+    a, b, c = (Import(f"room.{at}", f"remat_opt.room.{to}", 1) for at, to in ("ab", "bc", "ca"))
+    assert cycle_among([a, b]) == []
+    assert cycle_among([a, b, c]) == ["room.a", "room.b", "room.c"]
 
 
 def importers(*targets: str) -> set[str]:
