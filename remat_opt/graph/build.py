@@ -21,6 +21,7 @@ from remat_opt.rewrites.pooling import EXPANDING_PLATFORMS, by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
 from remat_opt.trace import compat
+from remat_opt.trace.avals import dtype_name, item_bytes
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import Constant, Equation, Program, inline, may_run_again
@@ -166,7 +167,7 @@ def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[in
     moved = sum(bytes_of(program.avals[value]) for value in equation.outputs)
     if kind is not Kind.ELEMENTWISE:
         moved += sum(bytes_of(program.avals[value]) for value in inputs)
-    dtype = compat.dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
+    dtype = dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
     is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))
     return Op(
         inputs=inputs,
@@ -270,7 +271,7 @@ def bytes_of(aval: Any) -> int:
     shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
     if shape is None or dtype is None:
         return 0
-    return math.prod(shape) * compat.item_bytes(dtype)
+    return math.prod(shape) * item_bytes(dtype)
 
 
 def _in_tiles(graph: Graph, program: Program) -> Graph:
@@ -280,7 +281,7 @@ def _in_tiles(graph: Graph, program: Program) -> Graph:
     for value in images:
         aval = program.avals[value]
         if sizes[value]:
-            sizes[value] = padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
+            sizes[value] = padded_bytes(aval.shape, item_bytes(aval.dtype), is_image=True)
     return dataclasses.replace(graph, sizes=tuple(sizes))
 
 
@@ -304,7 +305,7 @@ def _shares_tiles(program: Program) -> Callable[[Equation], bool]:
 
     def bytes_in_tiles(value: int | Constant) -> int:
         aval = program.aval_of(value)
-        return padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
+        return padded_bytes(aval.shape, item_bytes(aval.dtype), is_image=True)
 
     def shares(equation: Equation) -> bool:
         if equation.primitive is not compat.split_p or not images.issuperset(equation.inputs):
