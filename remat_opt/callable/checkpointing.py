@@ -61,10 +61,9 @@ def checkpoint(
 
     Args:
         fun: as for `jax.checkpoint`, or what `remat_opt.optimize` takes. Without it, a decorator with these options.
-        budget: None for the least memory; or, for the least extra time, how many bytes of residuals one call keeps
-            between its forward and its backward pass, its arguments and results not counted: an int, text as "800MB",
-            or a float in (0, 1] for a fraction of what it keeps without checkpoints. It is predicted, not promised.
-            `"min"` is the least memory at any cost.
+        budget: None for the least memory, `"min"` for the least at any cost; or, for the least extra time, how many
+            bytes of residuals one call keeps between its forward and its backward pass, besides arguments and results:
+            an int, text as "800MB", or a float in (0, 1], a share of those without checkpoints; not promised.
         target: the device to plan for ("h200", "v5e", …); default: the attached backend.
         solver: name of the search. "auto" takes the best of those whose plans `jax.checkpoint` can express.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
@@ -73,17 +72,14 @@ def checkpoint(
         concrete: has to be False, as for `jax.checkpoint`.
         static_argnums: positions of arguments that are not arrays and decide what is traced; they need not be hashable.
         static_argnames: the same for arguments given by name.
-        keep_user_names: respect the `jax.checkpoint`s and `checkpoint_name`s inside the function. By default both are
-            replaced by what the search finds.
+        keep_user_names: respect `jax.checkpoint` and `checkpoint_name` inside the function; by default, both go.
 
     Returns:
-        A function as `fun`, with `.plan(*args)` (a `Plan`) and `.explain(*args)` added, for arrays or
-        `jax.ShapeDtypeStruct`s.
+        A function as `fun`, with `.plan(*args)` and `.explain(*args)`, also of `jax.ShapeDtypeStruct`s.
 
     Raises:
         TypeError: `fun` or `policy` is no function, or `prevent_cse` neither a bool nor a sequence.
-        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` or `.explain` of a
-            function with a policy.
+        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` with a policy.
         NotImplementedError: `concrete=True`.
         PlanError: at a call, where `plan` is for another function.
     """
@@ -91,11 +87,10 @@ def checkpoint(
     check_as_jax(concrete, prevent_cse)
     check_policy(policy, **searched)
     settings = check_settings(**searched, keep_user_checkpoints=keep_user_names)
+    statics = _given_statics(static_argnums, static_argnames)
     if fun is _NOT_GIVEN:
         others = {"policy": policy, "prevent_cse": prevent_cse, "keep_user_names": keep_user_names}
-        statics = {"static_argnums": static_argnums, "static_argnames": static_argnames}
         return functools.partial(checkpoint, **searched, **others, **statics)
-    statics = _given_statics(static_argnums, static_argnames)
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else tuple(prevent_cse)
 
     def make(found: compat.JitDescription) -> Callable:
