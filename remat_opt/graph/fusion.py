@@ -30,7 +30,6 @@ from typing import NamedTuple
 from remat_opt.graph.graph import Graph, Kind, Op
 
 MOST_SOURCES = 16
-# Read at other places than they are written.
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
 
 

@@ -32,25 +32,14 @@ import numpy as np
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.remembering import remembered
 from remat_opt.search.segments import Option, Plan, Table, choice_of, least_peak, least_seconds, table_of
-from remat_opt.search.stages import Stages, best_of, solve_by_models, stages_before_peak, sweep
+from remat_opt.search.stages import Stages, solve_by_models, sweep
 
 MOST_STAGES = 120
 
 
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
-    stages = stages_before_peak(problem, MOST_STAGES)
-    if stages is None or (budget is not None and problem.plain.peak <= budget):
-        return problem.plain
-
-    tables = _tables(stages)
-
-    def simulated(number: int, capacity: int, limit: int | None) -> Solution:
-        name = f"segments of table {number} within {capacity}"  # the same for many budgets
-        plans = problem.kept(name, lambda: _Plans(stages, tables[number], capacity))
-        return best_of(problem, [*plans.of_least_peak, *sweep(plans.solution, len(plans), limit)], limit)
-
-    return solve_by_models(problem, budget, range(len(tables)), simulated)
+    return solve_by_models(problem, budget, MOST_STAGES, _tables, _Plans)
 
 
 class _Plans:
@@ -60,8 +49,9 @@ class _Plans:
         self._stages, self._table = stages, table
         self._plans = least_seconds(table, capacity)
 
-    def __len__(self) -> int:
-        return len(self._plans)
+    def near(self, budget: int | None) -> list[Solution]:
+        """See `Plans`."""
+        return [*self.of_least_peak, *sweep(self.solution, len(self._plans), budget)]
 
     @remembered
     def solution(self, index: int) -> Solution:
