@@ -38,27 +38,24 @@ def optimize(
 
     Args:
         fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object, or a bound method or
-            partial of one, whose bound arguments stay bound. What a jitted function was made with (donation, static
-            arguments, shardings, compiler options) is kept. A plain function that is called with nnx modules is
-            treated as `nnx.jit` treats it, one that is called with equinox modules some of whose leaves are no arrays
-            as `eqx.filter_jit` does; under `jax.jit` modules are pytrees. Without it, a decorator with these options.
+            partial of one. What it was jitted with (donation, static arguments, shardings, compiler options) is kept. A
+            plain function that is called with nnx or equinox modules is treated as `nnx.jit` or `eqx.filter_jit` treats
+            it; under `jax.jit` modules are pytrees. Without it, a decorator with these options.
         budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
             as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
             (temporary + arguments + outputs − aliased, as the compiler reports it) fits; a float in (0, 1] for a
-            fraction of the compiled temporary memory of the step as given. A budget is checked against the compiled
-            step.
+            fraction of the compiled temporary memory of the step as given. It is checked against the compiled step.
         target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
-        verify: compile to check budgets, and without a budget where predictions leave it open whether less is
-            needed than for the step as given. False plans without compiling and promises nothing.
+        verify: compile to check budgets, and without one where predictions leave it open whether less is needed than
+            for the step as given. False plans without compiling and promises nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
             entered, and the search is free to choose better.
         on_error: "raise", or "plain" to run the step as given, with a warning, where planning fails.
-        repeat_collectives: let devices communicate again for what is computed again: the explicit collectives of a
-            `shard_map`, and those that the compiler adds to steps that it divides by their shardings. By default the
-            results of the former are saved; the latter are counted in the compiled step, plain and optimised
-            (`verify=False` does not), and where they have risen the results that they are for are saved.
+        repeat_collectives: let devices communicate again for what is computed again. By default the results of explicit
+            collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
+            that what they are for is saved where they have become more (not with `verify=False`).
         **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
             arguments. What says how arguments are split is given to `nnx.jit` or `eqx.filter_jit` itself.
 
@@ -72,29 +69,12 @@ def optimize(
             option that has to be given to `nnx.jit` or `eqx.filter_jit`.
         InfeasibleBudget: at the first call of a signature, where the budget cannot be kept.
     """
-    settings = check_settings(
-        budget=budget,
-        target=target,
-        solver=solver,
-        plan=plan,
-        verify=verify,
-        keep_user_checkpoints=keep_user_checkpoints,
-        on_error=on_error,
-        repeat_collectives=repeat_collectives,
-    )
+    searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}
+    allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives}
+    options: dict[str, Any] = {**searched, **allowed, "on_error": on_error}
+    settings = check_settings(**options)
     if fun is _NOT_GIVEN:
-        return functools.partial(
-            optimize,
-            budget=budget,
-            target=target,
-            solver=solver,
-            plan=plan,
-            verify=verify,
-            keep_user_checkpoints=keep_user_checkpoints,
-            on_error=on_error,
-            repeat_collectives=repeat_collectives,
-            **jit_options,
-        )
+        return functools.partial(optimize, **options, **jit_options)
     return _optimized(fun, settings, jit_options, "optimize")
 
 

@@ -21,7 +21,7 @@ import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-import remat_opt.callable.function
+import remat_opt.callable.planned
 from remat_opt.targets.communication import read_collectives
 
 LAYERS, WIDTH, BATCH = 6, 32, 2048
@@ -244,8 +244,8 @@ def compare_budgets(name: str) -> None:
         return updated(state, gradients), value
 
     found: dict[str, Any] = {"name": name}
-    compiling, counted = remat_opt.callable.function.compile_as_called, []
-    remat_opt.callable.function.compile_as_called = lambda *args: (counted.append(args), compiling(*args))[1]
+    compiling, counted = remat_opt.callable.planned.compile_as_called, []
+    remat_opt.callable.planned.compile_as_called = lambda *args: (counted.append(args), compiling(*args))[1]
     for budget in BUDGETS:
         counted.clear()
         plan = remat_opt.optimize(step, donate_argnums=0, budget=budget).plan(state, x)

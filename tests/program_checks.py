@@ -20,6 +20,7 @@ from remat_opt.planner.settings import check_settings
 from remat_opt.rewrites.captured import capture
 from remat_opt.targets import resolve_target
 from remat_opt.trace import compat
+from remat_opt.trace.avals import is_inexact, is_key
 from tests.numpy_ops import apply_in_numpy
 from tests.op_by_op import bits, run_op_by_op
 from tests.random_programs import RandomProgram
@@ -115,7 +116,7 @@ def assert_equal(found: Sequence[Any], expected: Sequence[Any]) -> None:
             f"result {index}: {one.aval}, expected {other.aval}"
         )
         if bits(one) != bits(other):
-            assert not compat.is_key(one), f"result {index} ({one.aval}): other random keys"
+            assert not is_key(one), f"result {index} ({one.aval}): other random keys"
             numbers = [np.asarray(value, np.float64) for value in (one, other)]
             if np.array_equal(*numbers, equal_nan=True):
                 continue
@@ -169,7 +170,7 @@ def check_compiled(program: RandomProgram, budget: float, say: Callable[[str], o
 def is_close(one: Any, other: Any) -> bool:
     """Whether two arrays are equal but for rounding; integers, booleans and keys have to be the same."""
     one, other = as_array(one), as_array(other)
-    if bits(one) == bits(other) or not compat.is_inexact(one.aval):
+    if bits(one) == bits(other) or not is_inexact(one.aval):
         return bits(one) == bits(other)
     numbers = [np.asarray(value, np.float64) for value in (one, other)]
     largest = np.nanmax(np.abs(numbers[1]), initial=0.0)

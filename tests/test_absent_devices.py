@@ -101,7 +101,7 @@ def test_calls_on_a_second_platform_get_its_options(monkeypatch: pytest.MonkeyPa
     refusing.append("opt-barrier")
     with pytest.raises(jax.errors.JaxRuntimeError, match="opt-barrier"):
         optimized(*here)
-    monkeypatch.setattr("remat_opt.callable.function.platform_of", lambda *_: "gpu")
+    monkeypatch.setattr("remat_opt.callable.planned.platform_of", lambda *_: "gpu")
     for _ in range(2):
         np.testing.assert_allclose(optimized(*here), expected, rtol=1e-6)
 

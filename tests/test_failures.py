@@ -32,7 +32,7 @@ STAGES = {
     "names": "remat_opt.planner.prepared.name_values",
     "fingerprint": "remat_opt.planner.prepared.fingerprint",
     "writing": "remat_opt.planner.prepared.write",
-    "compiling candidates": "remat_opt.callable.function.compile_as_called",
+    "compiling candidates": "remat_opt.callable.planned.compile_as_called",
     "options": "remat_opt.callable.jit_options.compiler_options_for",
 }
 

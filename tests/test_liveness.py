@@ -218,7 +218,6 @@ def test_the_peak_can_be_looked_into() -> None:
 def test_a_buffer_knows_its_reads() -> None:
     buffer = Buffer(value=0, size=1, birth=2, reads=(4, 4, 7))
     assert buffer.death == 7
-    assert [buffer.first_read(position) for position in (2, 4, 5, 7, 8)] == [4, 4, 7, 7, 7]
     assert Buffer(value=0, size=1, birth=2, reads=()).death == 2
 
 

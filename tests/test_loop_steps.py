@@ -23,8 +23,8 @@ from remat_opt.loops.costs import PairCosts
 from remat_opt.loops.options import PairOptions
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.recomputation import joint_step, recomputation
-from remat_opt.loops.reverse import room_for
 from remat_opt.loops.rewrite import rewrite_loops
+from remat_opt.loops.stacks import room_for
 from remat_opt.planner.loop_search import SearchedSteps
 from remat_opt.planner.prepared import prepare
 from remat_opt.rewrites.captured import capture

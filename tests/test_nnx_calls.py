@@ -158,7 +158,7 @@ FAILURES = {
     "the budget": Failure(remat_opt.InfeasibleBudget, lambda: {"budget": 1000}),
     "the plan": Failure(remat_opt.PlanError, lambda: {"plan": other_plan()}),
     "planning": Failure(UserError, broken="remat_opt.planner.step.decide"),
-    "compiling": Failure(UserError, lambda: {"budget": 0.5}, "remat_opt.callable.function.compile_as_called"),
+    "compiling": Failure(UserError, lambda: {"budget": 0.5}, "remat_opt.callable.planned.compile_as_called"),
     "writing": Failure(UserError, broken="remat_opt.planner.prepared.write"),
 }
 KINDS: dict[str, Callable[[Callable], Any]] = {

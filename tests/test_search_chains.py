@@ -7,11 +7,11 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import pytest
 
-from remat_opt.search import chen, hong, rotor
+from remat_opt.search import chen, rotor
 from remat_opt.search.rotor import Action, ChainStage, Step
 
 CHAINS = range(300)
@@ -30,115 +30,9 @@ def checkpoint_sets(count: int) -> Iterator[tuple[int, ...]]:
 
 
 def first_value(sizes: Sequence[int], checkpoints: Sequence[int]) -> int:
-    """The first objective of a set of checkpoints."""
+    """Bytes of a set of checkpoints and the most between two of them (Hong et al. 2025, first objective)."""
     between = [sum(sizes[i + 1 : j]) for i, j in itertools.pairwise(checkpoints)]
     return sum(sizes[c] for c in checkpoints) + max(between, default=0)
-
-
-def revised_value(sizes: Sequence[int], checkpoints: Sequence[int], transient: hong.Transient) -> int:
-    """The revised objective: the most of what is there at the end of the forward and while each segment runs back."""
-    moments = [sum(sizes[c] for c in checkpoints)]
-    for number, (i, j) in enumerate(itertools.pairwise(checkpoints)):
-        moments.append(sum(sizes[c] for c in checkpoints[: number + 1]) + transient(i, j))
-    return max(moments)
-
-
-# Hong et al. 2025
-
-
-@pytest.mark.parametrize("seed", CHAINS)
-def test_the_first_objective_is_the_least_of_all_sets(seed: int) -> None:
-    sizes = random_sizes(random.Random(seed))
-    value, checkpoints = hong.first_objective(sizes)
-    assert value == first_value(sizes, checkpoints)
-    assert value == min(first_value(sizes, chosen) for chosen in checkpoint_sets(len(sizes)))
-
-
-def any_transient(source: random.Random, count: int) -> hong.Transient:
-    table = [[source.randint(0, 60) for _ in range(count)] for _ in range(count)]
-    return lambda i, j: table[i][j]
-
-
-def monotone_transient(source: random.Random, count: int) -> hong.Transient:
-    """Any table that does not fall when a segment grows."""
-    table = [[0] * count for _ in range(count)]
-    for i in range(count - 2, -1, -1):
-        for j in range(i + 1, count):
-            table[i][j] = max(table[i][j - 1], table[i + 1][j]) + source.choice([0, 0, 1, 5, 10])
-    return lambda i, j: table[i][j]
-
-
-def chain_transient(source: random.Random, sizes: Sequence[int]) -> hong.Transient:
-    """One of the three kinds of U: the paper's, any monotone one, any one."""
-    kind = source.randrange(3)
-    if kind == 0:
-        return hong.recomputed_and_gradients(sizes)
-    return (any_transient if kind == 1 else monotone_transient)(source, len(sizes))
-
-
-@pytest.mark.parametrize("seed", CHAINS)
-def test_the_revised_objective_is_the_least_of_all_sets(seed: int) -> None:
-    source = random.Random(seed)
-    sizes = random_sizes(source)
-    transient = chain_transient(source, sizes)
-    value, checkpoints = hong.revised_objective(sizes, transient)
-    assert value == revised_value(sizes, checkpoints, transient)
-    assert value == min(revised_value(sizes, chosen, transient) for chosen in checkpoint_sets(len(sizes)))
-
-
-@pytest.mark.parametrize("seed", CHAINS)
-def test_the_deque_gives_what_the_recurrence_gives_where_the_transient_is_monotone(seed: int) -> None:
-    source = random.Random(seed)
-    sizes = random_sizes(source)
-    transient = hong.recomputed_and_gradients(sizes) if seed % 2 else monotone_transient(source, len(sizes))
-    assert hong.is_monotone(len(sizes), transient)
-    value, checkpoints = hong.revised_objective_monotone(sizes, transient)
-    assert value == revised_value(sizes, checkpoints, transient)
-    assert value == hong.revised_objective(sizes, transient)[0]
-
-
-def test_the_deque_is_wrong_where_the_transient_is_not_monotone() -> None:
-    # The gradient of the checkpoint behind, twice: a longer segment that ends at a smaller value has less.
-    sizes = (1, 1, 1, 3, 1)
-
-    def transient(i: int, j: int) -> int:
-        return sum(sizes[i + 1 : j]) + 2 * sizes[j]
-
-    assert not hong.is_monotone(len(sizes), transient)
-    assert hong.revised_objective(sizes, transient) == (7, (0, 2, 4))
-    assert hong.revised_objective_monotone(sizes, transient) == (8, (0, 4))
-
-
-def test_the_deque_asks_for_a_linear_number_of_transients() -> None:
-    asked = 0
-    inner = hong.recomputed_and_gradients([7, 3] * 1000)
-
-    def transient(i: int, j: int) -> int:
-        nonlocal asked
-        asked += 1
-        return inner(i, j)
-
-    hong.revised_objective_monotone([7, 3] * 1000, transient)
-    assert asked <= 3 * 2000
-
-
-def test_the_paper_transient_is_what_is_made_again_and_the_largest_gradient() -> None:
-    sizes = [9, 2, 7, 1, 8, 3]
-    transient = hong.recomputed_and_gradients(sizes)
-    for i, j in itertools.combinations(range(len(sizes)), 2):
-        assert transient(i, j) == sum(sizes[i + 1 : j]) + max(sizes[i + 1 : j + 1])
-
-
-def test_a_chain_by_hand() -> None:
-    # Four checkpoints of 1 byte and the 4 bytes between two of them.
-    sizes = [1, 4, 1, 4, 1, 4, 1]
-    assert hong.first_objective(sizes) == (8, (0, 2, 4, 6))
-    # While (4, 6] runs back, 3 bytes of checkpoints, 4 made again, and a gradient of 4 are there: 11. With the last 4
-    # bytes saved, too, the most is 10: 2 bytes of checkpoints and 4 + 4 while (2, 4] runs back.
-    assert revised_value(sizes, (0, 2, 4, 6), hong.recomputed_and_gradients(sizes)) == 11
-    assert hong.revised_objective(sizes, hong.recomputed_and_gradients(sizes)) == (10, (0, 2, 4, 5, 6))
-    assert hong.first_objective([5]) == (5, (0,))
-    assert hong.revised_objective([5], hong.recomputed_and_gradients([5])) == (5, (0,))
 
 
 # Herrmann, Beaumont et al. 2019
@@ -328,18 +222,11 @@ def test_the_distance_of_the_grid_to_the_optimum() -> None:
     ratios = []
     for seed in CHAINS:
         sizes = [size + 1 for size in random_sizes(random.Random(seed), least=3)]
-        ratios.append(chen_on_a_chain(sizes) / hong.first_objective(sizes)[0])
+        optimum = min(first_value(sizes, chosen) for chosen in checkpoint_sets(len(sizes)))
+        ratios.append(chen_on_a_chain(sizes) / optimum)
     print(f"\nChen's grid over the optimum on {len(ratios)} chains: {describe(ratios)}")
     assert min(ratios) >= 1
 
 
 def describe(ratios: Sequence[float]) -> str:
     return f"mean {sum(ratios) / len(ratios):.3f}, most {max(ratios):.3f}, {ratios.count(1.0)} reach it"
-
-
-@pytest.mark.parametrize("algorithm", [hong.first_objective, hong.revised_objective, hong.revised_objective_monotone])
-def test_equal_sizes_give_about_the_root_of_the_chain(algorithm: Callable) -> None:
-    sizes = [1] * 100
-    arguments = (sizes,) if algorithm is hong.first_objective else (sizes, hong.recomputed_and_gradients(sizes))
-    value, _ = algorithm(*arguments)
-    assert value <= 2 * math.isqrt(100)

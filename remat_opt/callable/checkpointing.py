@@ -55,83 +55,42 @@ def checkpoint(
 ) -> Any:
     """`jax.checkpoint` that finds its own policy.
 
-    The function is read when it is traced, differentiated once symbolically, and divided into segments under the public
-    `jax.checkpoint`, with `checkpoint_name` on the tensors worth keeping. Every transform of JAX applies to the result
-    as to the function: `grad`, `jvp`, `vmap`, `jit`, `scan`, `shard_map`, derivatives of derivatives. What
-    `jax.checkpoint` accepts it accepts, and with the same values.
-
-    Use `remat_opt.optimize` where you own the whole training step: it sees the optimizer too, promises budgets, and
-    sets the compiler options that the CPU needs. Use `checkpoint` for a loss or a layer that others differentiate.
-
-    A function whose differentiable results are small (a loss, a classifier's logits) is divided so that one call with
-    its backward pass needs the least memory, for at most about one more forward pass. Any other function is taken for
-    a layer of which there may be many: between forward and backward a call keeps no more than its arguments and the
-    bytes of its results, and a large layer is divided again inside, for up to two more forward passes.
-
-    On the CPU a plain `jax.jit` with jax 0.10 undoes all recomputation, as it does that of `jax.checkpoint`: jit the
-    step with `compiler_options={"xla_disable_hlo_passes": "cse_barrier_expander,small-while-loop-hoisting"}` (without
-    the second, a barrier in a loop over a few bytes ends the process), or through `remat_opt.optimize`.
+    The function is differentiated once symbolically when it is traced, and divided into segments under the public
+    `jax.checkpoint`, so that every transform of JAX applies to the result. Use `remat_opt.optimize` where you own the
+    whole training step. What is searched, and what the CPU needs with jax 0.10, is in docs/checkpoint.md.
 
     Args:
-        fun: as for `jax.checkpoint`; or what `remat_opt.optimize` takes, of which static arguments are kept. Modules
-            among the arguments are updated as the function's own `nnx.jit` does, else they are pytrees. Without it, a
-            decorator with these options.
-        budget: None for the least memory; or, for the least extra time, how many bytes of residuals one call (before
-            any `vmap`) keeps between its forward and its backward pass, its arguments and results not counted: an int,
-            text as "800MB", or a float in (0, 1] for a fraction of what it keeps without checkpoints. It is predicted,
-            not promised: what a compiler makes of it is not looked at. What cannot be kept within it is recomputed.
-            `"min"` is the least memory at any cost: segments within segments.
+        fun: as for `jax.checkpoint`, or what `remat_opt.optimize` takes. Without it, a decorator with these options.
+        budget: None for the least memory, `"min"` for the least at any cost; or, for the least extra time, how many
+            bytes of residuals one call keeps between its forward and its backward pass, besides arguments and results:
+            an int, text as "800MB", or a float in (0, 1], a share of those without checkpoints; not promised.
         target: the device to plan for ("h200", "v5e", …); default: the attached backend.
-        solver: name of the search. "auto" takes the best of those whose plans are stretches of the program, one in
-            another, since that is what `jax.checkpoint` can express.
+        solver: name of the search. "auto" takes the best of those whose plans `jax.checkpoint` can express.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
-        policy: as for `jax.checkpoint`, one of `jax.checkpoint_policies` or a function like them. The result is then
-            `jax.checkpoint(fun, policy=policy)`: nothing is searched, and there is no plan.
-        prevent_cse: as for `jax.checkpoint`. False leaves out the barriers round recomputation, which a compiler may
-            then undo. A sequence says it for each argument, or each part of one; it does not concern the barriers of
-            values that the function makes.
+        policy: as for `jax.checkpoint`, whose result is then returned: nothing is searched, and there is no plan.
+        prevent_cse: as for `jax.checkpoint`; a sequence says it for each argument, or each part of one.
         concrete: has to be False, as for `jax.checkpoint`.
-        static_argnums: positions of arguments that are not arrays and decide what is traced; negative ones count from
-            the end. They need not be hashable.
+        static_argnums: positions of arguments that are not arrays and decide what is traced; they need not be hashable.
         static_argnames: the same for arguments given by name.
-        keep_user_names: respect the `jax.checkpoint`s and `checkpoint_name`s inside the function: regions under the
-            user's `jax.checkpoint` stay as they are, and names stay where they are, for a policy outside to find. By
-            default both are replaced by what the search finds.
+        keep_user_names: respect `jax.checkpoint` and `checkpoint_name` inside the function; by default, both go.
 
     Returns:
-        A function as `fun`, with `.plan(*args)` (what was decided, a `Plan`) and `.explain(*args)` added; arguments may
-        be `jax.ShapeDtypeStruct`s there. `jax.ad_checkpoint.print_saved_residuals` shows the kept tensors by name.
+        A function as `fun`, with `.plan(*args)` and `.explain(*args)`, also of `jax.ShapeDtypeStruct`s.
 
     Raises:
         TypeError: `fun` or `policy` is no function, or `prevent_cse` neither a bool nor a sequence.
-        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` or `.explain` of a
-            function with a policy.
+        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` with a policy.
         NotImplementedError: `concrete=True`.
         PlanError: at a call, where `plan` is for another function.
     """
-    options: dict[str, Any] = {
-        "budget": budget,
-        "target": target,
-        "solver": solver,
-        "plan": plan,
-        "policy": policy,
-        "prevent_cse": prevent_cse,
-        "static_argnums": static_argnums,
-        "static_argnames": static_argnames,
-        "keep_user_names": keep_user_names,
-    }
+    searched: dict[str, Any] = {"budget": budget, "target": target, "solver": solver, "plan": plan}
     check_as_jax(concrete, prevent_cse)
-    check_policy(policy, budget=budget, target=target, solver=solver, plan=plan)
-    settings = check_settings(
-        budget=budget,
-        target=target,
-        solver=solver,
-        plan=plan,
-        keep_user_checkpoints=keep_user_names,
-    )
-    if fun is _NOT_GIVEN:
-        return functools.partial(checkpoint, **options)
+    check_policy(policy, **searched)
+    settings = check_settings(**searched, keep_user_checkpoints=keep_user_names)
     statics = _given_statics(static_argnums, static_argnames)
+    if fun is _NOT_GIVEN:
+        others = {"policy": policy, "prevent_cse": prevent_cse, "keep_user_names": keep_user_names}
+        return functools.partial(checkpoint, **searched, **others, **statics)
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else tuple(prevent_cse)
 
     def make(found: compat.JitDescription) -> Callable:

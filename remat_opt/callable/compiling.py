@@ -18,6 +18,7 @@ from remat_opt.targets import (
 )
 from remat_opt.targets.options import compiler_options_for
 from remat_opt.trace import compat
+from remat_opt.trace.avals import abstract
 from remat_opt.trace.placement import flat_shardings
 
 
@@ -90,7 +91,7 @@ def compile_elsewhere(
     inputs, outputs = flat_shardings(traced)
     return measure_flat(
         fun,
-        [compat.abstract(aval, sharding) for aval, sharding in zip(avals, inputs, strict=True)],
+        [abstract(aval, sharding) for aval, sharding in zip(avals, inputs, strict=True)],
         out_shardings=outputs,
         donated=donated,
         target=target,

@@ -16,6 +16,7 @@ import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 
 from remat_opt.trace import compat
+from remat_opt.trace.avals import is_inexact
 from remat_opt.trace.effects import communicates, is_stateful
 from remat_opt.trace.inline import Constant, Equation, Program
 
@@ -163,7 +164,7 @@ class _Writer:
             value
             for value in fresh
             if value in environment
-            and compat.is_inexact(self.program.avals[value])
+            and is_inexact(self.program.avals[value])
             and (value not in inputs or not before.isdisjoint(self.readers[value]))
         ]
 

@@ -17,6 +17,7 @@ from jax import lax
 from jax.extend import core as extend_core
 
 from remat_opt.trace import compat
+from remat_opt.trace.avals import is_on_device
 from remat_opt.trace.inline import Equation
 
 # A scatter's zeros, or a loop's stacks together; smaller ones are left as they are. A barrier has a price: one round 32
@@ -41,7 +42,7 @@ def zeros_after(avals: Sequence[Any], wanted: Any) -> tuple[list[Any], Any]:
 def may_wait(equation: Equation) -> bool:
     """Whether a `scan` fills stacks of some size on its device, which can be zeros, and nothing else happens in it."""
     stacks = stacks_of(equation.params)
-    if equation.effects or not all(map(compat.is_on_device, equation.params["jaxpr"].out_avals)):
+    if equation.effects or not all(map(is_on_device, equation.params["jaxpr"].out_avals)):
         return False
     if any(jax.dtypes.issubdtype(stack.dtype, jax.dtypes.extended) for stack in stacks):
         return False

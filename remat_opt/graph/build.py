@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import primitives as P
@@ -21,6 +21,7 @@ from remat_opt.rewrites.pooling import EXPANDING_PLATFORMS, by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
 from remat_opt.trace import compat
+from remat_opt.trace.avals import dtype_name, item_bytes
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import Constant, Equation, Program, inline, may_run_again
@@ -78,41 +79,11 @@ def build(
     if platform == "tpu":
         program = by_slices(program, _shares_tiles(program))
     masks = masks_of_bits(program) if platform == "cpu" else frozenset()
-    known_workspaces = dict(program.workspaces)
-    turned = _turned_kernels(program) if platform in GPUS else {}
-    turned_by: dict[int, int] = {}
-    readers = collections.Counter(x for e in program.equations for x in {*e.inputs} if isinstance(x, int))
-    readers.update(x for x in program.outputs if isinstance(x, int))
-    constant_equations: dict[int, int] = {}
-    ops: list[Op] = []
-    equation_of: list[int] = []
-    for index, equation in enumerate(program.equations):
-        if is_constant(equation, constant_equations):
-            constant_equations.update(dict.fromkeys(equation.outputs, index))
-            continue
-        if turned.keys() & equation.outputs:
-            turned_by.update(dict.fromkeys(equation.outputs, index))
-            continue
-        op = op_of(program, equation, rates, constant_equations)
-        inputs = tuple(dict.fromkeys(turned.get(value, value) for value in op.inputs)) if turned else op.inputs
-        space = workspace_of(equation, program, platform)
-        inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
-        if inside is None:
-            inside = workspace_of_loops(equation.primitive, equation.params, in_its_own_order(rates))
-        space = max(space, inside) - _carried_in_place(equation, program, inputs, readers)
-        kind = op.kind
-        if platform in GPUS and equation.primitive in POOLS:  # a loop like others, into which its operand is fused
-            kind = Kind.REDUCTION
-        if masks.intersection(equation.outputs):  # stored, with all that it is made of fused into it
-            kind = Kind.REDUCTION
-        if (inputs, space, kind) != (op.inputs, op.workspace, op.kind):
-            op = dataclasses.replace(op, inputs=inputs, workspace=space, kind=kind)
-        ops.append(op)
-        equation_of.append(index)
-    sizes = [bytes_of(aval) for aval in program.avals]
+    read = _read_ops(program, rates, platform, masks)
+    equation_of, constant_equations = read.equation_of, read.constants
     unfused = Graph(
-        sizes=tuple(sizes),
-        ops=tuple(ops),
+        sizes=tuple(bytes_of(aval) for aval in program.avals),
+        ops=tuple(read.ops),
         inputs=(*program.inputs, *(value for value, _ in program.constants)),
         outputs=tuple(
             dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations)
@@ -132,10 +103,64 @@ def build(
         fusion.graph,
         program,
         tuple(equation_of[op] for op in fusion.op_of),
-        {**constant_equations, **turned_by, **virtual},
+        {**constant_equations, **read.turned, **virtual},
         platform,
         program.opaque | fusion.sums | masks,
     )
+
+
+class _ReadOps(NamedTuple):
+    """The ops of a program before any of them are fused.
+
+    Attributes:
+        ops: one for each equation that is neither a constant nor a kernel's reversal.
+        equation_of: for each op its equation.
+        constants: equations that depend on no input, by the values they make.
+        turned: equations that reverse a kernel for convolutions alone, by the values they make.
+    """
+
+    ops: list[Op]
+    equation_of: list[int]
+    constants: dict[int, int]
+    turned: dict[int, int]
+
+
+def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[int]) -> _ReadOps:
+    """Read each equation as the platform's compiler does.
+
+    Args:
+        program: the flat jaxpr.
+        rates: FLOP/s and bytes/s of the target.
+        platform: as of `build`.
+        masks: values that are stored, with all that they are made of fused into them.
+    """
+    read = _ReadOps([], [], {}, {})
+    known_workspaces = dict(program.workspaces)
+    kernels = _turned_kernels(program) if platform in GPUS else {}
+    readers = collections.Counter(x for e in program.equations for x in {*e.inputs} if isinstance(x, int))
+    readers.update(x for x in program.outputs if isinstance(x, int))
+    for index, equation in enumerate(program.equations):
+        if is_constant(equation, read.constants):
+            read.constants.update(dict.fromkeys(equation.outputs, index))
+            continue
+        if kernels.keys() & equation.outputs:
+            read.turned.update(dict.fromkeys(equation.outputs, index))
+            continue
+        op = op_of(program, equation, rates, read.constants)
+        inputs = tuple(dict.fromkeys(kernels.get(value, value) for value in op.inputs)) if kernels else op.inputs
+        inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
+        if inside is None:
+            inside = workspace_of_loops(equation.primitive, equation.params, in_its_own_order(rates))
+        space = max(workspace_of(equation, program, platform), inside)
+        space -= _carried_in_place(equation, program, inputs, readers)
+        # A GPU's pool is a loop like others, into which its operand is fused.
+        reduces = (platform in GPUS and equation.primitive in POOLS) or masks.intersection(equation.outputs)
+        kind = Kind.REDUCTION if reduces else op.kind
+        if (inputs, space, kind) != (op.inputs, op.workspace, op.kind):
+            op = dataclasses.replace(op, inputs=inputs, workspace=space, kind=kind)
+        read.ops.append(op)
+        read.equation_of.append(index)
+    return read
 
 
 def _turned_kernels(program: Program) -> dict[int, int]:
@@ -166,7 +191,7 @@ def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[in
     moved = sum(bytes_of(program.avals[value]) for value in equation.outputs)
     if kind is not Kind.ELEMENTWISE:
         moved += sum(bytes_of(program.avals[value]) for value in inputs)
-    dtype = compat.dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
+    dtype = dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
     is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))
     return Op(
         inputs=inputs,
@@ -270,7 +295,7 @@ def bytes_of(aval: Any) -> int:
     shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
     if shape is None or dtype is None:
         return 0
-    return math.prod(shape) * compat.item_bytes(dtype)
+    return math.prod(shape) * item_bytes(dtype)
 
 
 def _in_tiles(graph: Graph, program: Program) -> Graph:
@@ -280,7 +305,7 @@ def _in_tiles(graph: Graph, program: Program) -> Graph:
     for value in images:
         aval = program.avals[value]
         if sizes[value]:
-            sizes[value] = padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
+            sizes[value] = padded_bytes(aval.shape, item_bytes(aval.dtype), is_image=True)
     return dataclasses.replace(graph, sizes=tuple(sizes))
 
 
@@ -304,7 +329,7 @@ def _shares_tiles(program: Program) -> Callable[[Equation], bool]:
 
     def bytes_in_tiles(value: int | Constant) -> int:
         aval = program.aval_of(value)
-        return padded_bytes(aval.shape, compat.item_bytes(aval.dtype), is_image=True)
+        return padded_bytes(aval.shape, item_bytes(aval.dtype), is_image=True)
 
     def shares(equation: Equation) -> bool:
         if equation.primitive is not compat.split_p or not images.issuperset(equation.inputs):

@@ -30,10 +30,6 @@ from typing import NamedTuple
 from remat_opt.graph.graph import Graph, Kind, Op
 
 MOST_SOURCES = 16
-SPREADING = frozenset({"broadcast_in_dim", "iota"})
-OF_PIECES = frozenset({"pad", "concatenate"})
-# Read at other places than they are written.
-MOVING = frozenset({"slice", "dynamic_slice", "gather", "rev", "transpose", *SPREADING, *OF_PIECES})
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
 
 
@@ -183,11 +179,10 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
         computed = [one for one in read.values() if one is not _BUFFER]
         inputs = _each_once((value,) if one is _BUFFER else one.sources for value, one in read.items())
         chain = _each_once(one.chain for one in computed)
-        moved = inputs if op.name in MOVING else _each_once(one.moved for one in computed)
         by_dear, beside = arithmetic.of(op)
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
-                made[value] = _Virtual(inputs, (*chain, index), moved)
+                made[value] = _Virtual(inputs, (*chain, index))
                 arithmetic.reads[value] = by_dear, beside
             virtual.update(dict.fromkeys(op.outputs, index))
             continue
@@ -197,7 +192,6 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
             dear_of=tuple(value for value in inputs if value in by_dear and value in beside),
-            moved_of=moved,
         )
         kernels.append(kernel)
         op_of.append(index)
@@ -211,15 +205,13 @@ class _Virtual(NamedTuple):
     Attributes:
         sources: buffers that it is made of.
         chain: ops that make it from these.
-        moved: sources that lie at other places.
     """
 
     sources: tuple[int, ...]
     chain: tuple[int, ...]
-    moved: tuple[int, ...]
 
 
-_BUFFER = _Virtual((), (), ())
+_BUFFER = _Virtual((), ())
 
 
 def _each_once(lists: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

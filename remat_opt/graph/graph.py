@@ -40,7 +40,6 @@ class Op:
         workspace: bytes that are live only while it runs, beside its operands and results.
         dear: elementwise, but too much arithmetic to be done in more than one kernel.
         dear_of: of a kernel, operands that it does dear arithmetic on and reads beside that, too.
-        moved_of: of a kernel, operands that it reads at other places than it writes, as slices do.
     """
 
     inputs: tuple[int, ...]
@@ -53,7 +52,6 @@ class Op:
     workspace: int = 0
     dear: bool = False
     dear_of: tuple[int, ...] = ()
-    moved_of: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

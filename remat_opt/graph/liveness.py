@@ -11,7 +11,6 @@ that it lengthens no life. While an op runs its workspace is live, too.
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import itertools
@@ -36,11 +35,6 @@ class Buffer:
     def death(self) -> int:
         """The position of the last read; `birth` for what nobody reads."""
         return self.reads[-1] if self.reads else self.birth
-
-    def first_read(self, position: int) -> int:
-        """The first read at or after a position; `death` where there is none."""
-        index = bisect.bisect_left(self.reads, position)
-        return self.reads[index] if index < len(self.reads) else self.death
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

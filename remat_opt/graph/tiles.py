@@ -15,17 +15,13 @@ from collections.abc import Sequence
 LANES, SUBLANES = 128, 8
 
 
-def padded_bytes(
-    shape: Sequence[int], item: int, *, is_image: bool = False, with_batch_in_lanes: bool = False, batch: int = 0
-) -> int:
+def padded_bytes(shape: Sequence[int], item: int, *, is_image: bool = False) -> int:
     """Bytes of an array in tiles.
 
     Args:
         shape: its dimensions; of an image (batch, space, features).
         item: bytes of one element.
         is_image: whether a convolution makes or reads it.
-        with_batch_in_lanes: of an image, that the compiler has no choice.
-        batch: of an image, which dimension numbers the examples.
     """
     count = math.prod(shape)
     if not count:
@@ -34,9 +30,9 @@ def padded_bytes(
         return item * -(-count // LANES) * LANES
     last = len(shape) - 1
     pairs = itertools.permutations(range(len(shape)), 2)
-    if is_image and last > 1 and shape[batch] >= SUBLANES:
-        by_batch = _tiled_bytes(shape, item, batch, last, max(_few(shape[last]), 4 // item))
-        return by_batch if with_batch_in_lanes else min(by_batch, _tiled_bytes(shape, item, last, batch))
+    if is_image and last > 1 and shape[0] >= SUBLANES:
+        by_batch = _tiled_bytes(shape, item, 0, last, max(_few(shape[last]), 4 // item))
+        return min(by_batch, _tiled_bytes(shape, item, last, 0))
     return min(_tiled_bytes(shape, item, *pair) for pair in pairs)
 
 

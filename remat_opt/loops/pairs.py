@@ -15,6 +15,7 @@ from typing import Any
 from remat_opt.graph.build import bytes_of
 from remat_opt.loops.body import Loop, is_loop, read_loop, stateful_results
 from remat_opt.trace import compat
+from remat_opt.trace.avals import is_on_device
 from remat_opt.trace.inline import Constant, Equation, Program
 
 
@@ -151,7 +152,7 @@ def _opposite(forward: Equation, backward: Equation) -> bool:
 def _reason_to_leave(equation: Equation) -> str | None:
     if reason := reason_to_stay_out(equation):
         return reason
-    is_offloaded = not all(map(compat.is_on_device, _all_avals(equation.params["jaxpr"])))
+    is_offloaded = not all(map(is_on_device, _all_avals(equation.params["jaxpr"])))
     return OFFLOADED if is_offloaded else None
 
 

@@ -27,51 +27,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from remat_opt.loops.body import Atom, Loop, evaluate, read
-from remat_opt.loops.choice import Chunks, LoopChoice
-from remat_opt.loops.constants import make_afresh
-from remat_opt.loops.pairs import Pair
-from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step
-from remat_opt.loops.reverse import ReverseLoop, StepBody, room_for, unroll_for
-from remat_opt.loops.steps import StepSearch
-from remat_opt.loops.update import Update
-from remat_opt.trace.inline import Constant, Program
+from remat_opt.loops.body import evaluate, read
+from remat_opt.loops.pair_plan import PairPlan
+from remat_opt.loops.reverse import ReverseLoop
+from remat_opt.loops.stacks import room_for, unroll_for
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class PairWriter:
-    """One pair with all that was decided about it.
-
-    Attributes:
-        program: the flat step.
-        pair: the loops.
-        choice: what is to be done.
-        repeats: what that means.
-        update: what moves into the reverse loop, if anything.
-        constant: the program's `constant_equations`.
-        read_later: values of the program that somebody reads; what nobody reads is not written.
-        slices_apart: see `rewrite_loops`.
-        steps: schedules steps of the reverse loop, where the choice says so.
-    """
-
-    program: Program
-    pair: Pair
-    choice: LoopChoice
-    repeats: Recomputations
-    update: Update | None
-    constant: dict[int, int]
-    read_later: frozenset[int]
-    slices_apart: bool = False
-    steps: StepSearch | None = None
-
-    # The forward loop
-
-    @property
-    def forward_results(self) -> tuple[int, ...]:
-        """Values of the program that the forward loop still makes."""
-        loop = self.pair.forward
-        ys = [loop.ys[y] for y in self.pair.kept_ys]
-        return tuple(v for v in (*loop.last_carry, *ys) if v in self.read_later)
+class PairWriter(PairPlan):
+    """Writes the two loops of a pair as they were decided."""
 
     def forward(self, operands: dict[int, Any]) -> tuple[list[Any], list[Any]]:
         """Run the forward loop.
@@ -109,21 +73,6 @@ class PairWriter:
         results = dict(zip((*loop.last_carry, *(loop.ys[y] for y in ys)), [*last, *stacked[: len(ys)]], strict=True))
         return [results[value] for value in self.forward_results], [*stacked[len(ys) :], *jax.tree.leaves(kept)]
 
-    @property
-    def groups(self) -> tuple[Chunks, ...]:
-        """Two levels: the chunks but the last one; none with one level."""
-        return self.choice.groups(self.pair.length) if self.choice.chunk is not None else ()
-
-    @property
-    def last_chunk(self) -> int:
-        """Two levels: steps of the last chunk."""
-        return self.choice.last_chunk(self.pair.length)
-
-    @property
-    def residuals_of_last_chunk(self) -> tuple[int, ...]:
-        """Values of the forward body that the forward loop keeps for the last chunk, but its last step."""
-        return self.repeats.last_chunk.in_chunk if self.groups and self.last_chunk > 1 else ()
-
     def room_for_chunks(self, first: Sequence[Any]) -> list[list[Any]]:
         """Stacks for the first carries of each group's chunks, then for the carries of the last chunk, then for its
         residuals; none with one level."""
@@ -155,62 +104,10 @@ class PairWriter:
         recent = _put(recent, [carry[at] for at in self.repeats.alone.carries], place, surely=True)
         return [*written, recent, _put(residuals, values, place)]
 
-    def constants(self, loop: Loop, operands: dict[int, Any]) -> dict[int, Any]:
-        """The constant operands of a loop by value of its body, those that depend on no input made afresh."""
-        fresh = make_afresh(self.program, self.constant, loop.constants)
-        return {
-            value: read(atom, operands if isinstance(atom, Constant) or atom not in fresh else fresh)
-            for value, atom in zip(loop.body_constants, loop.constants, strict=True)
-            if isinstance(atom, Constant) or atom in fresh or atom in operands
-        }
-
     def step_numbers(self) -> jax.Array:
         """For each index of the stacks, as which step the forward loop comes to it."""
         numbers = jnp.arange(self.pair.length, dtype=jnp.int32)
         return self.pair.length - 1 - numbers if self.pair.forward.reverse else numbers
-
-    # The reverse loop
-
-    @property
-    def gradient_ys(self) -> tuple[int, ...]:
-        """Positions among the backward scan's `ys` of stacks that are still written."""
-        gone = self.update.gradients if self.update else ()
-        ys = self.pair.backward.ys
-        return tuple(y for y in range(len(ys)) if y not in gone and ys[y] in self.read_later)
-
-    @property
-    def stacked_results(self) -> tuple[int, ...]:
-        """Values of the program that the reverse loop writes slice by slice to new stacks."""
-        update = self.update
-        new = [value for value in update.results if value not in update.in_place] if update else []
-        return (*(self.pair.backward.ys[y] for y in self.gradient_ys), *new)
-
-    @property
-    def in_place_results(self) -> tuple[int, ...]:
-        """Values of the program that the reverse loop writes over donated arguments."""
-        return tuple(self.update.in_place) if self.update else ()
-
-    @property
-    def reverse_results(self) -> tuple[int, ...]:
-        """Values of the program that the reverse loop makes."""
-        last = [value for value in self.pair.backward.last_carry if value in self.read_later]
-        return (*last, *self.stacked_results, *self.in_place_results)
-
-    @property
-    def reverse_operands(self) -> tuple[int, ...]:
-        """Values of the program that the reverse loop reads, beside what the forward loop hands over."""
-        forward, backward = self.pair.forward, self.pair.backward
-        reads = self.repeats.reads
-        own_xs = [x for at, x in enumerate(backward.xs) if at not in self.pair.consumed]
-        constants = [*backward.constants]
-        constants += [a for a, v in zip(forward.constants, forward.body_constants, strict=True) if v in reads]
-        atoms: list[Atom] = [a for a in constants if isinstance(a, Constant) or a not in self.constant]
-        atoms += [*backward.first_carry, *own_xs]
-        atoms += [a for a, v in zip(forward.xs, forward.body_xs, strict=True) if v in reads]
-        atoms += [forward.ys[y] for y in self.repeats.given.values()]
-        if self.update:
-            atoms += [*self.update.stacks, *self.update.others]
-        return tuple(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Constant)))
 
     def reverse(self, operands: dict[int, Any], handed_over: Sequence[Any]) -> list[Any]:
         """Run the reverse loop.
@@ -227,15 +124,6 @@ class PairWriter:
         carried = dict(zip(self.pair.backward.last_carry, last, strict=True))
         wanted = [carried[value] for value in self.pair.backward.last_carry if value in self.read_later]
         return [*wanted, *stacked, *in_place]
-
-    def scheduled(self, again: Recomputation) -> StepBody | None:
-        """A step of the reverse loop as the choice has it scheduled; None leaves it in its own order."""
-        if self.choice.step_bytes is None or self.steps is None:
-            return None
-        step = joint_step(self.pair, again, self.program)
-        cost = self.steps.costs(step).chosen(self.choice.step_bytes, is_alone=again is self.repeats.alone)
-        emit = self.steps.written(step, cost.peak)
-        return StepBody(step, emit) if emit else None
 
 
 def _put(stacks: Sequence[Any], values: Sequence[Any], place: jax.Array, *, surely: bool = False) -> list[Any]:

@@ -19,7 +19,7 @@ from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, WORTH_A_SECOND,
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.processes import solve
 from remat_opt.search import Problem, Solution, search_of
-from remat_opt.search.auto import pareto_front
+from remat_opt.search.problem import pareto_front
 from remat_opt.search.remembering import remembered
 from remat_opt.search.watching import part
 

@@ -20,6 +20,7 @@ from remat_opt.rewrites.captured import Captured
 from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
 from remat_opt.trace import compat
+from remat_opt.trace.avals import abstract, is_inexact
 from remat_opt.trace.inline import Constant, Program, inline
 from remat_opt.trace.names import name_values
 
@@ -94,7 +95,7 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
     """
     avals = [program.avals[value] for value in program.inputs]
     outputs = [program.aval_of(x) for x in program.outputs]
-    if not any(map(compat.is_inexact, avals)) or not any(map(compat.is_inexact, outputs)):
+    if not any(map(is_inexact, avals)) or not any(map(is_inexact, outputs)):
         return None
     closed = _forward_and_backward(lambda arguments: evaluate(program, arguments, _tie), avals, outputs)
     joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
@@ -119,7 +120,7 @@ def _forward_and_backward(
         avals: types of its arguments.
         outputs: types of its results.
     """
-    active, results = list(map(compat.is_inexact, avals)), list(map(compat.is_inexact, outputs))
+    active, results = list(map(is_inexact, avals)), list(map(is_inexact, outputs))
 
     def forward(arguments: Sequence[Any]) -> tuple[list[Any], list[Any]]:
         values = fun(arguments)
@@ -133,8 +134,8 @@ def _forward_and_backward(
         outputs, pullback, others = jax.vjp(of_active, *itertools.compress(arguments, active), has_aux=True)
         return outputs, others, pullback(list(cotangents))
 
-    shapes = [compat.abstract(aval) for aval in avals]
-    cotangents = [compat.abstract(aval) for aval in itertools.compress(outputs, results)]
+    shapes = [abstract(aval) for aval in avals]
+    cotangents = [abstract(aval) for aval in itertools.compress(outputs, results)]
     return jax.make_jaxpr(forward_and_backward)(shapes, cotangents)
 
 

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from remat_opt.report.curves import Curve
+from remat_opt.report.findings import Findings
 from remat_opt.report.units import format_bytes, format_change
-
-if TYPE_CHECKING:
-    from remat_opt.report.curves import Curve
-    from remat_opt.report.explain import Explanation
 
 _BEFORE, _AFTER = "#8c8c8c", "#1f6fb4"
 
 
-def draw_live_memory(explanation: Explanation, path: str | Path) -> None:
+def draw_live_memory(explanation: Findings, path: str | Path) -> None:
     """Draw live memory (MB) over estimated time (ms), before and after, into a file.
 
     Raises:

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from remat_opt.report.curves import Curve, draw
+from remat_opt.report.findings import Findings
 from remat_opt.report.saved import Group, Reason
 from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
-
-if TYPE_CHECKING:
-    from remat_opt.report.explain import Explanation
-    from remat_opt.targets.figures import Figures
+from remat_opt.targets.figures import Figures
 
 WIDTH = 88
 CURVE_WIDTH = 72
@@ -22,7 +20,7 @@ MOST_PRIMITIVES = 5
 STAGES = {"trace": "tracing", "graph": "graph", "search": "search", "compile": "compiling to check"}
 
 
-def to_text(explanation: Explanation) -> str:
+def to_text(explanation: Findings) -> str:
     """All of an explanation, in sections with a blank line between."""
     sections = [
         _heading(explanation),
@@ -36,7 +34,7 @@ def to_text(explanation: Explanation) -> str:
     return "\n\n".join("\n".join(section) for section in sections)
 
 
-def _heading(explanation: Explanation) -> list[str]:
+def _heading(explanation: Findings) -> list[str]:
     plan = explanation.plan
     budget = "no budget (least memory)" if plan.budget is None else f"budget {_budget(plan.budget)}"
     return [f"Plan for target {plan.target}, solver {plan.solver}, {budget}"]
@@ -48,7 +46,7 @@ def _budget(budget: int | float | str) -> str:
     return format_bytes(budget) if isinstance(budget, int) else f'"{budget}"'
 
 
-def _summary(explanation: Explanation) -> list[str]:
+def _summary(explanation: Findings) -> list[str]:
     plan, predicted = explanation.plan, explanation.plan.predicted
     if plan.is_plain:
         reason = f": {plan.note}" if plan.note else ""
@@ -113,7 +111,7 @@ class _Quantity(NamedTuple):
         return _row(self.label, first, second, format_change(self.after or 0, self.before or 0) if known else "")
 
 
-def _figures(explanation: Explanation) -> list[str]:
+def _figures(explanation: Findings) -> list[str]:
     plan, predicted = explanation.plan, explanation.plan.predicted
     before, after = plan.plain_measured, plan.measured
     peaks = (predicted.plain_peak_bytes, predicted.peak_bytes)
@@ -148,7 +146,7 @@ def _how_measured(before: Figures | None, after: Figures | None) -> list[str]:
     return textwrap.wrap(f"{compiled.note[0].upper()}{compiled.note[1:]}.", WIDTH)
 
 
-def _recomputed_by_xla(explanation: Explanation) -> list[str]:
+def _recomputed_by_xla(explanation: Findings) -> list[str]:
     limit = explanation.xla_limit_bytes
     if limit is None or explanation.peak_bytes <= limit:
         return []
@@ -167,7 +165,7 @@ def _row(label: str, before: str, after: str, change: str) -> str:
 # What is saved, what is recomputed
 
 
-def _loops(explanation: Explanation) -> list[str]:
+def _loops(explanation: Findings) -> list[str]:
     lines = [f"Loops: {format_count(len(explanation.loops), 'pair')} of a forward and a backward loop"]
     for loop in explanation.loops:
         choice = loop.choice
@@ -197,7 +195,7 @@ def _loops(explanation: Explanation) -> list[str]:
     return lines
 
 
-def _saved(explanation: Explanation) -> list[str]:
+def _saved(explanation: Findings) -> list[str]:
     there = explanation.plain.at(explanation.plain.peak_position)
     lines = [
         f"Saved: {format_count(len(explanation.held), 'tensor')}, {format_bytes(explanation.held_bytes)}   "
@@ -239,7 +237,7 @@ def _named(begin: str, name: str, end: str) -> list[str]:
     return [begin + name, *([f"{'':{len(begin)}}{end.strip()}"] if end else [])]
 
 
-def _recomputed(explanation: Explanation) -> list[str]:
+def _recomputed(explanation: Findings) -> list[str]:
     sizes, whole = explanation.segments, explanation.plan.predicted.flops
     flops = sum(total.flops for total in explanation.repeated)
     seconds = sum(total.seconds for total in explanation.repeated)
@@ -266,7 +264,7 @@ def _span(sizes: list[int]) -> str:
 # Curves
 
 
-def _curves(explanation: Explanation) -> list[str]:
+def _curves(explanation: Findings) -> list[str]:
     before, after = explanation.before, explanation.after
     top, seconds = max(before.peak, after.peak), max(before.seconds, after.seconds)
     lines = ["Live memory over the step (temporary memory, predicted; estimated time; ▼ is the peak)"]
@@ -293,7 +291,7 @@ def _curve(title: str, curve: Curve, seconds: float, top: int) -> list[str]:
 # Time and note
 
 
-def _closing(explanation: Explanation) -> list[str]:
+def _closing(explanation: Findings) -> list[str]:
     plan = explanation.plan
     spent = [f"{label} {format_seconds(explanation.seconds[stage])}" for stage, label in _stages(explanation)]
     lines = textwrap.wrap(f"Planning took: {', '.join(spent) or 'no time that was recorded'}.", WIDTH)
@@ -302,6 +300,6 @@ def _closing(explanation: Explanation) -> list[str]:
     return lines
 
 
-def _stages(explanation: Explanation) -> list[tuple[str, str]]:
+def _stages(explanation: Findings) -> list[tuple[str, str]]:
     known = [(stage, label) for stage, label in STAGES.items() if stage in explanation.seconds]
     return [*known, *((stage, stage) for stage in explanation.seconds if stage not in STAGES)]

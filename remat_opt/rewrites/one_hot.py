@@ -19,7 +19,7 @@ from jax import lax
 from jax.extend.core import primitives
 
 from remat_opt.rewrites.masks import is_zero
-from remat_opt.trace import compat
+from remat_opt.trace.avals import is_placed
 from remat_opt.trace.inline import Equation, Program
 from remat_opt.trace.platforms import GPUS
 from remat_opt.trace.traced import traced_instead
@@ -49,7 +49,7 @@ def by_comparison(program: Program) -> Program:
 def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int]) -> bool:
     if equation.primitive is not primitives.scatter_add_p or equation.inputs[0] not in zeros:
         return False
-    if any(compat.is_placed(program.aval_of(operand)) for operand in equation.inputs):
+    if any(is_placed(program.aval_of(operand)) for operand in equation.inputs):
         return False  # what is traced for them would have to be placed alike
     numbers, mode = equation.params["dimension_numbers"], equation.params["mode"]
     array, index = (program.aval_of(equation.inputs[at]) for at in (0, 1))

@@ -32,20 +32,17 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
 
 from remat_opt.graph.derive import Choice
 from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
 from remat_opt.search.dear import keep_dear_results
 from remat_opt.search.families import Families
-from remat_opt.search.forward import turning_point
+from remat_opt.search.forward import peak_in_order, turning_point
 from remat_opt.search.moves import fill
 from remat_opt.search.polish import descend, lower, shorten
-from remat_opt.search.problem import Priced, Problem, Solution, memory_first, time_first
+from remat_opt.search.problem import Problem, Solution, memory_first, pareto_front, time_first
 from remat_opt.search.remembering import remembered
 from remat_opt.search.watching import done
-
-Answer = TypeVar("Answer", bound=Priced)
 
 LEVELS = 20
 _VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `Families.least_choice`
@@ -76,15 +73,6 @@ def solve(problem: Problem, budget: int | None) -> Solution:
 def search_of(problem: Problem) -> Search:
     """The problem's search, made once."""
     return problem.kept("auto", lambda: Search(problem))
-
-
-def pareto_front(solutions: Iterable[Answer]) -> tuple[Answer, ...]:
-    """Those that none of the others beats in both memory and time, from least memory to least time."""
-    front: list[Answer] = []
-    for solution in sorted(solutions, key=memory_first):
-        if not front or solution.extra_seconds < front[-1].extra_seconds:
-            front.append(solution)
-    return tuple(front)
 
 
 def _different(solutions: Iterable[Solution]) -> list[Solution]:
@@ -382,18 +370,6 @@ class Search:
     def families(self, turn: int) -> Families:
         """The models before a turning point."""
         return Families(self.problem, turn)
-
-
-def peak_in_order(solution: Solution) -> int:
-    """How many ops had run for the first time when the peak was reached."""
-    position = passed = 0
-    for run in solution.schedule.runs:
-        length = len(run.ops) + run.recomputed
-        if position + length > solution.liveness.peak_position:
-            return passed + (0 if run.recomputed else solution.liveness.peak_position - position)
-        position += length
-        passed += 0 if run.recomputed else len(run.ops)
-    return passed
 
 
 def _merge(first: Choice, second: Choice) -> Choice:

@@ -34,7 +34,8 @@ import numpy as np
 
 from remat_opt.search.division_tree import Division, Edge, Node, divide
 from remat_opt.search.forward import Forward, forward_part
-from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.problem import Problem, Solution, memory_first
+from remat_opt.search.stages import best_of
 
 MOST_PAIRS = 4_000_000
 _EVENLY_SPACED = 65_536
@@ -65,11 +66,8 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     if not len(forward):
         return plain
     schedules: _Schedules = problem.kept("feng_huang", lambda: _Schedules(forward))
-    found = [plain, *map(schedules.of, (*schedules.search.best(_SIMULATED), *schedules.search.saving_more(_SIMULATED)))]
-    fitting = [solution for solution in found if budget is not None and solution.peak <= budget]
-    if fitting:
-        return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
-    return min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
+    tried = (*schedules.search.best(_SIMULATED), *schedules.search.saving_more(_SIMULATED))
+    return best_of(problem, map(schedules.of, tried), budget)
 
 
 class _Schedules:
@@ -85,7 +83,7 @@ class _Schedules:
         """The better schedule for a set of checkpoints: cuts behind them, or the connected parts between."""
         if checkpoints.vertices not in self.known:
             found = _schedules(self.forward, [vertex - 1 for vertex in checkpoints.vertices])
-            self.known[checkpoints.vertices] = min(found, key=lambda found: (found.peak, found.extra_seconds))
+            self.known[checkpoints.vertices] = min(found, key=memory_first)
         return self.known[checkpoints.vertices]
 
 

@@ -194,3 +194,15 @@ def _twigs(elementwise: Collection[int], ops: Sequence[int], reads: dict[int, li
         if len(found) < len(reads[op]):
             twigs |= found
     return twigs
+
+
+def peak_in_order(solution: Solution) -> int:
+    """How many ops had run for the first time when the peak was reached."""
+    position = passed = 0
+    for run in solution.schedule.runs:
+        length = len(run.ops) + run.recomputed
+        if position + length > solution.liveness.peak_position:
+            return passed + (0 if run.recomputed else solution.liveness.peak_position - position)
+        position += length
+        passed += 0 if run.recomputed else len(run.ops)
+    return passed

@@ -37,6 +37,7 @@ import numpy as np
 
 from remat_opt.search.forward import Forward, forward_part
 from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.stages import best_of
 
 MOST_SETS = 1200
 MOST_LEVELS = 1024
@@ -81,12 +82,10 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     if not len(forward):
         return plain
     search: _Search = problem.kept("lower_sets", lambda: _Search(forward))
-    found = [plain, *search.near_least_peak()]
+    found = search.near_least_peak()
     if budget is not None and any(solution.peak <= budget for solution in found):
         found += search.near_budget(budget)
-        fitting = [solution for solution in found if solution.peak <= budget]
-        return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
-    return min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
+    return best_of(problem, found, budget)
 
 
 class _Search:

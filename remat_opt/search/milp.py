@@ -32,7 +32,7 @@ import numpy as np
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.schedule import Run, join_runs
-from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.problem import Problem, Solution, memory_first
 from remat_opt.search.programme import Programme, matrix
 
 TIME_LIMIT = 60.0
@@ -70,9 +70,9 @@ def solve(problem: Problem, budget: int | None, *, time_limit: float = TIME_LIMI
     found = None if budget is None else search.least_time(budget)
     if found is None:
         least = search.least_peak()
-        best = min((least, plain), key=lambda solution: (solution.peak, solution.extra_seconds))
+        best = min((least, plain), key=memory_first)
         found = search.least_time(best.peak) or best
-        found = min((found, best), key=lambda solution: (solution.peak, solution.extra_seconds))
+        found = min((found, best), key=memory_first)
     if search.out_of_time:
         warnings.warn(
             f"milp ran out of its {time_limit:g} seconds: the schedule is the best it found, and perhaps not optimal",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -194,6 +194,9 @@ class Priced(Protocol):
     def extra_seconds(self) -> float: ...
 
 
+Answer = TypeVar("Answer", bound=Priced)
+
+
 def memory_first(solution: Priced) -> tuple[float, float]:
     """The order of solutions in which the least peak comes first, among equals the least time."""
     return solution.peak, solution.extra_seconds
@@ -202,3 +205,12 @@ def memory_first(solution: Priced) -> tuple[float, float]:
 def time_first(solution: Priced) -> tuple[float, float]:
     """The order of solutions in which the least time comes first, among equals the least peak."""
     return solution.extra_seconds, solution.peak
+
+
+def pareto_front(solutions: Iterable[Answer]) -> tuple[Answer, ...]:
+    """Those that none of the others beats in both memory and time, from least memory to least time."""
+    front: list[Answer] = []
+    for solution in sorted(solutions, key=memory_first):
+        if not front or solution.extra_seconds < front[-1].extra_seconds:
+            front.append(solution)
+    return tuple(front)

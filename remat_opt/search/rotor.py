@@ -36,7 +36,7 @@ from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.remembering import remembered
 from remat_opt.search.segments import in_slots
-from remat_opt.search.stages import Stages, best_of, later_bytes, solve_by_models, stages_before_peak, sweep
+from remat_opt.search.stages import Stages, later_bytes, solve_by_models, sweep
 
 MOST_STAGES = 60
 SLOTS = 400
@@ -220,18 +220,7 @@ class _Programme:
 
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
-    stages = stages_before_peak(problem, MOST_STAGES)
-    if stages is None or (budget is not None and problem.plain.peak <= budget):
-        return problem.plain
-
-    models = models_of_graph(stages)
-
-    def simulated(number: int, capacity: int, limit: int | None) -> Solution:
-        name = f"nested plans of model {number} within {capacity}"  # the same for many budgets
-        plans = problem.kept(name, lambda: NestedPlans(stages, models[number], capacity))
-        return best_of(problem, sweep(plans.solution, len(plans), limit), limit)
-
-    return solve_by_models(problem, budget, range(len(models)), simulated)
+    return solve_by_models(problem, budget, MOST_STAGES, models_of_graph, NestedPlans)
 
 
 class NestedPlans:
@@ -256,8 +245,9 @@ class NestedPlans:
         del self._programme.seconds  # five sixths of the table; sequences follow the decisions
         self.needs = np.array(self._memories, dtype=np.int64) * slot
 
-    def __len__(self) -> int:
-        return len(self._memories)
+    def near(self, budget: int | None) -> list[Solution]:
+        """See `Plans`."""
+        return sweep(self.solution, len(self._memories), budget)
 
     @remembered
     def solution(self, index: int) -> Solution:

@@ -12,12 +12,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 
 from remat_opt.search.cuts import Cuts, SegmentCosts
-from remat_opt.search.problem import Problem, Solution
+from remat_opt.search.problem import Problem, Solution, memory_first, time_first
 
 Model = TypeVar("Model")
 
@@ -132,8 +132,8 @@ def best_of(problem: Problem, solutions: Iterable[Solution], budget: int | None)
 
 def _rank(solution: Solution, budget: int | None) -> tuple[float, ...]:
     if budget is None or solution.peak > budget:
-        return (1, solution.peak, solution.extra_seconds)
-    return (0, solution.extra_seconds, solution.peak)
+        return (1, *memory_first(solution))
+    return (0, *time_first(solution))
 
 
 def sweep(evaluate: Callable[[int], Solution], count: int, budget: int | None, patience: int = 6) -> list[Solution]:
@@ -154,7 +154,7 @@ def sweep(evaluate: Callable[[int], Solution], count: int, budget: int | None, p
         index = failed = 0
         best = (float("inf"), float("inf"))
         while index < count and failed < patience:
-            rank = (solution(index).peak, solution(index).extra_seconds)
+            rank = memory_first(solution(index))
             best, failed = (rank, 0) if rank < best else (best, failed + 1)
             index += 1 + index // patience
         return list(found.values())
@@ -169,30 +169,49 @@ def sweep(evaluate: Callable[[int], Solution], count: int, budget: int | None, p
     return list(found.values())
 
 
+class Plans(Protocol):
+    """What one model of the stages offers for a size of memory."""
+
+    def near(self, budget: int | None) -> Iterable[Solution]:
+        """Simulated plans whose peaks come near a budget, or the least one."""
+        ...
+
+
 def solve_by_models(
     problem: Problem,
     budget: int | None,
-    models: Sequence[Model],
-    simulated: Callable[[Model, int, int | None], Solution],
+    most: int,
+    models_of: Callable[[Stages], Sequence[Model]],
+    plans_of: Callable[[Stages, Model, int], Plans],
 ) -> Solution:
     """What a `Solver` has to return, from a search that works on several models of the same stages.
 
     Args:
         problem: the step.
         budget: in bytes, or None.
-        models: the first two are what stages take, and may take; the others guide to the least memory only.
-        simulated: the best of some solutions for a model, a capacity in bytes and a budget.
+        most: cuts between the stages.
+        models_of: the first two are what stages take, and may take; the others guide to the least memory only.
+        plans_of: of a model, for a capacity in bytes.
     """
+    stages = stages_before_peak(problem, most)
+    if stages is None or (budget is not None and problem.plain.peak <= budget):
+        return problem.plain
+    models = models_of(stages)
+
+    def simulated(number: int, capacity: int, limit: int | None) -> Solution:
+        name = f"{plans_of.__qualname__} of model {number} within {capacity}"  # the same for many budgets
+        plans = problem.kept(name, lambda: plans_of(stages, models[number], capacity))
+        return best_of(problem, plans.near(limit), limit)
 
     def fitting(limit: int) -> Solution:
         capacity = min(2 * limit, problem.plain.peak)
-        return best_of(problem, [simulated(model, capacity, limit) for model in models[:2]], limit)
+        return best_of(problem, [simulated(number, capacity, limit) for number in range(min(2, len(models)))], limit)
 
     best = problem.plain if budget is None else fitting(budget)
     if budget is not None and best.peak <= budget:
         return best
-    found = [(simulated(model, problem.plain.peak, None), model) for model in models]
-    least, model = min(found, key=lambda pair: (pair[0].peak, pair[0].extra_seconds))
-    finer = simulated(model, least.peak * 5 // 4, None)  # in smaller slots
+    found = [(simulated(number, problem.plain.peak, None), number) for number in range(len(models))]
+    least, number = min(found, key=lambda pair: memory_first(pair[0]))
+    finer = simulated(number, least.peak * 5 // 4, None)  # in smaller slots
     best = best_of(problem, [best, least, finer], budget)
     return best_of(problem, [best, fitting(best.peak)], budget)

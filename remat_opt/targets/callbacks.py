@@ -13,6 +13,7 @@ from jax.experimental import io_callback
 from jax.extend import core as extend_core
 
 from remat_opt.trace import compat
+from remat_opt.trace.avals import abstract, is_key
 
 
 def without_callbacks(closed: Any) -> Any:
@@ -55,7 +56,7 @@ def _reading(value: Any, *seen: Any) -> Any:
 
 def _as_equation(fun: Any, inputs: Sequence[Any]) -> Any:
     """An equation that calls a function on variables of another jaxpr; its results are new variables."""
-    (equation,) = jax.make_jaxpr(jax.jit(fun))(*(compat.abstract(atom.aval) for atom in inputs)).jaxpr.eqns
+    (equation,) = jax.make_jaxpr(jax.jit(fun))(*(abstract(atom.aval) for atom in inputs)).jaxpr.eqns
     return equation.replace(invars=list(inputs))
 
 
@@ -81,7 +82,7 @@ class _Replacing:
             return jaxpr
         results = list(jaxpr.outvars)
         # What only a callback without results reads would not be computed. The smallest result waits for it.
-        arrays = [at for at, atom in enumerate(results) if hasattr(atom.aval, "dtype") and not compat.is_key(atom.aval)]
+        arrays = [at for at, atom in enumerate(results) if hasattr(atom.aval, "dtype") and not is_key(atom.aval)]
         if seen and arrays:
             at = min(arrays, key=lambda at: results[at].aval.size)
             equations.append(_as_equation(_reading, [results[at], *seen]))

@@ -44,7 +44,7 @@ def measure_flat(
         compiler_options: as of `jax.jit`.
         keep_unused: as of `jax.jit`; whether arguments that the program does not read count.
         out_shardings: of the results, for an absent target of several devices.
-        dump_to: folder for XLA's text dump, which `largest_live_buffers` reads; the program is then compiled in a
+        dump_to: folder for XLA's text dump, which `read_live_buffers` reads; the program is then compiled in a
             child process of its own, except on an attached accelerator.
         time_limit: seconds to wait for a child process; a compilation in this process is not limited.
         worker: the child process to use instead of the shared one.

@@ -90,11 +90,6 @@ def is_reference(aval: Any) -> bool:
     return isinstance(aval, AbstractRef)
 
 
-def is_on_device(aval: Any) -> bool:
-    """Whether a value is in its device's own memory, and not in the host's, where offloading puts it."""
-    return getattr(aval, "memory_space", None) in (None, jax.memory.Space.Device)
-
-
 def policy_offloads(policy: Any) -> bool:
     """Whether a user's checkpoint policy moves residuals to another memory; such a region is left as it is."""
     return policy is not None and "offload" in getattr(policy, "__qualname__", type(policy).__qualname__).lower()
@@ -185,34 +180,6 @@ def nest_source_info(outer: Any, inner: Any, name: str | None) -> Any:
     """The source info of an equation inside a call that was inlined: the call's name stack, then its own."""
     stack = outer.name_stack if name is None else outer.name_stack.extend(name)
     return inner.replace(name_stack=stack + inner.name_stack)
-
-
-def is_inexact(aval: Any) -> bool:
-    """Whether values of a type have a derivative: floating point and complex numbers."""
-    return jax.dtypes.issubdtype(getattr(aval, "dtype", np.bool_), np.inexact)
-
-
-def is_placed(aval: Any) -> bool:
-    """Whether an abstract value says where it is on a mesh, or over which axes of one it varies."""
-    own, manual = getattr(aval, "sharding", None), getattr(aval, "manual_axis_type", None)
-    return bool((own is not None and not own.mesh.empty) or getattr(manual, "varying", ()))
-
-
-def abstract(aval: Any, sharding: Any = None) -> Any:
-    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept.
-
-    Args:
-        aval: the value's type.
-        sharding: another one than its own.
-    """
-    kept = {"weak_type": aval.weak_type} if getattr(aval, "weak_type", False) else {}
-    own = getattr(aval, "sharding", None)
-    sharding = own if sharding is None and own is not None and not own.mesh.empty else sharding
-    if sharding is not None:
-        kept["sharding"] = sharding
-    if manual := getattr(aval, "manual_axis_type", None):
-        kept["manual_axis_type"] = manual
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, **kept)
 
 
 def bare_jaxpr(jaxpr: Any) -> Any:
@@ -402,25 +369,6 @@ def describe_jit(fun: Any) -> JitDescription:
 def is_unspecified(sharding: Any) -> bool:
     """Whether a sharding of a jit was left to the compiler."""
     return type(sharding).__name__ == "UnspecifiedValue"
-
-
-def is_key(aval: Any) -> bool:
-    """Whether something is of typed random keys."""
-    return jax.dtypes.issubdtype(getattr(aval, "dtype", None), jax.dtypes.prng_key)
-
-
-@functools.cache
-def dtype_name(dtype: Any) -> str:
-    """A dtype as text, which NumPy takes its time to write."""
-    return str(dtype)
-
-
-@functools.cache
-def item_bytes(dtype: Any) -> int:
-    """Bytes of one element, of JAX's extended dtypes (typed random keys) too."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
-        return dtype.itemsize
-    return np.dtype(dtype).itemsize
 
 
 def closed_over_tracers(traced: Any) -> tuple[Any, ...]:

@@ -7,13 +7,13 @@ from typing import Any
 import jax
 from jax import lax
 
-from remat_opt.trace import compat
+from remat_opt.trace.avals import is_placed
 
 
 def unstacked(whole: Any, *, axis: int) -> Any | None:
     """What takes the pieces of an array apart, each when it is read, as compilers do; in one equation all of them would
     be there from the first on. None on a mesh, whose axes its pieces would have to be told."""
-    if compat.is_placed(whole.aval):
+    if is_placed(whole.aval):
         return None
 
     def pieces(x: jax.Array) -> list[jax.Array]:
