@@ -31,36 +31,36 @@ def optimize(
     repeat_collectives: bool = False,
     **jit_options: Any,
 ) -> Any:
-    """Give a training step back with a fraction of its memory and the same results.
+    """Return a training step that needs a fraction of the memory and gives the same results.
 
-    The step is read as a whole (forward, backward and optimizer), the tensors worth keeping are searched, and XLA is
-    made to recompute everything else. Call the result as you would call `jax.jit(fun)`.
+    `optimize` traces the whole step (forward pass, backward pass and optimizer), searches for the tensors worth saving,
+    and makes XLA recompute everything else. Call the result as you would call `jax.jit(fun)`.
 
     Args:
-        fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object, or a bound method or
-            partial of one, whose bound arguments stay bound. What a jitted function was made with (donation, static
-            arguments, shardings, compiler options) is kept. A plain function that is called with nnx modules is
-            treated as `nnx.jit` treats it, one that is called with equinox modules some of whose leaves are no arrays
-            as `eqx.filter_jit` does; under `jax.jit` modules are pytrees. Without it, a decorator with these options.
-        budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
-            as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
-            (temporary + arguments + outputs − aliased, as the compiler reports it) fits; a float in (0, 1] for a
-            fraction of the compiled temporary memory of the step as given. A budget is checked against the compiled
-            step.
+        fun: a plain function, a `jax.jit`-ed function, an `nnx.jit` or `eqx.filter_jit` object, or a bound method or
+            partial of one of these; bound arguments stay bound. The options of a jitted function (donation, static
+            arguments, shardings, compiler options) are kept. A plain function called with nnx modules is treated as
+            by `nnx.jit`. A plain function called with equinox modules that have non-array leaves is treated as by
+            `eqx.filter_jit`. Under `jax.jit` modules are pytrees. Without `fun`, `optimize` returns a decorator.
+        budget: the memory that the step may use. None: the least memory with at most one extra forward pass. `"min"`:
+            the least memory at any cost. Bytes, as an int or as text ("12GiB", "800MB"): the least extra time whose
+            *physical peak of one device* (temporary + arguments + outputs − aliased, as the compiler reports it) fits.
+            A float in (0, 1]: a fraction of the original step's compiled temporary memory. A budget is checked against
+            the compiled step.
         target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
-        verify: compile to check budgets, and without a budget where predictions leave it open whether less is
-            needed than for the step as given. False plans without compiling and promises nothing.
+        verify: compile to check budgets. Without a budget, compile where the predictions are too close to tell whether
+            the rewritten step needs less than the original. False plans without compiling and guarantees nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
             entered, and the search is free to choose better.
         on_error: "raise", or "plain" to run the step as given, with a warning, where planning fails.
-        repeat_collectives: let devices communicate again for what is computed again: the explicit collectives of a
-            `shard_map`, and those that the compiler adds to steps that it divides by their shardings. By default the
-            results of the former are saved; the latter are counted in the compiled step, plain and optimised
-            (`verify=False` does not), and where they have risen the results that they are for are saved.
-        **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
-            arguments. What says how arguments are split is given to `nnx.jit` or `eqx.filter_jit` itself.
+        repeat_collectives: let recomputation repeat collectives. By default the results of explicit collectives (in a
+            `shard_map`) are saved. Collectives that the compiler adds to a sharded step are counted in the compiled
+            plain and optimised steps (not with `verify=False`); if their number has grown, the results that they
+            belong to are saved, too.
+        **jit_options: options of `jax.jit`; they override those of a jitted `fun` by name. Positions do not count bound
+            arguments. Options that say how arguments are split belong to `nnx.jit` or `eqx.filter_jit` itself.
 
     Returns:
         An `OptimizedFunction` (for nnx, equinox and bound arguments an object that holds one): called like `fun`, with
@@ -68,9 +68,9 @@ def optimize(
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: a budget, solver, target or mode that does not exist; the message lists those that do. An
-            option that has to be given to `nnx.jit` or `eqx.filter_jit`.
-        InfeasibleBudget: at the first call of a signature, where the budget cannot be kept.
+        ValueError: a budget, solver, target or mode does not exist (the message lists those that do), or an option
+            belongs to `nnx.jit` or `eqx.filter_jit`.
+        InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     settings = check_settings(
         budget=budget,
@@ -122,26 +122,27 @@ def frontier(
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         target: the device to plan for; default: the attached backend.
         solver: name of the search.
-        budgets: for how many budgets between the least and the plain peak a solver other than "auto" is asked.
+        budgets: how many budgets between the least and the plain peak to solve for. Used by solvers other than "auto",
+            which knows its whole frontier.
         **kwargs: keyword arguments of the step.
 
     Returns:
-        A `Frontier`, from the least memory to the least time, as a rule the step as it was given. Nothing is compiled;
-        give a point's plan to `optimize(fun, plan=point.plan)`.
+        A `Frontier`, from the least memory to the least time (usually the original step). Nothing is compiled. Pass a
+        point's plan to `optimize(fun, plan=point.plan)`.
     """
     step = _optimized(fun, check_settings(target=target, solver=solver), {}, "frontier")
     return step.ask(functools.partial(trace_frontier, budgets=budgets), args, kwargs)
 
 
 def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Measurement:
-    """Compile a step for a device, which need not be here, and read the compiler's figures. Nothing runs.
+    """Compile a step for a device, attached or absent, and read the compiler's figures. Nothing runs.
 
     Args:
-        fun: a step as for `optimize`, measured as it is and optimised for the target; or an optimised one, measured as
-            it is.
+        fun: a step as for `optimize`, which is measured twice, unchanged and optimised for the target; or an optimised
+            step, which is measured once.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        target: the device ("cpu", "h200", "v5e", …); default: the one that an optimised step is planned for, else the
-            attached backend. Figures for a GPU that is not here are without autotuning and its scratch memory.
+        target: the device ("cpu", "h200", "v5e", …); default: the device an optimised step is planned for, else the
+            attached backend. Figures for an absent GPU are without autotuning and its scratch memory.
         **kwargs: keyword arguments of the step.
 
     Returns:
@@ -151,8 +152,8 @@ def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: 
     Raises:
         ValueError: the target does not exist; the message lists those that do.
         TargetUnavailable: the target's compiler is not installed; the message names the extra.
-        ProgramNotPortable: the step cannot be carried to the target's compiler (host callbacks).
-        CompilationFailed: the compiler refuses the step, for another reason than the device's memory.
+        ProgramNotPortable: the step cannot be exported to the target's compiler (host callbacks).
+        CompilationFailed: the compiler refuses the step for a reason other than the device's memory.
     """
     resolved = None if target is None else resolve_target(target)
     fun = bind(fun)

@@ -1,20 +1,19 @@
-"""`OptimizedFunction`: a decision inside a function that is called like `jax.jit`'s.
+"""`OptimizedFunction`: a planned step, called like a `jax.jit` function.
 
-One `jax.jit` of ours wraps a function that stands for the user's. When that jit misses its cache it traces; the traced
-function looks its program up among the decisions and writes it. Where there is no decision yet it raises `_PlanNeeded`,
-the call below plans outside of any trace, with the real arguments at hand, and calls again. So nothing of ours runs
-once a signature is compiled, keys are jit's own, and the executable that was compiled to check a budget is the one that
-the call uses.
+An inner `jax.jit` wraps a function that stands for the user's. On a cache miss it traces. The traced function looks up
+the decision for its program and emits the rewritten step. If there is no decision yet, it raises `_PlanNeeded`; the
+caller then plans outside of any trace, with the concrete arguments, and calls again. This way no code of ours runs once
+a signature is compiled, the cache keys are those of `jax.jit`, and the executable that was compiled to check a budget
+is the one that the call uses.
 
-What is known of a signature is kept by the jaxpr that JAX caches for it, weakly: it goes when JAX drops the trace
-(`jax.clear_caches()`, a full cache). The user's function is traced once; a step that runs as it was given is written
-from that jaxpr, too. Nothing here points back to the `OptimizedFunction` but weakly, so that dropping it frees all that
-the step closes over at once.
+Decisions are cached weakly, by the jaxpr that JAX caches for a signature: they go when JAX drops the trace
+(`jax.clear_caches()`, a full cache). The user's function is traced once; an unchanged step is emitted from that jaxpr,
+too. References back to the `OptimizedFunction` are weak, so that dropping it frees everything the step closes over.
 
-The jit has our compiler options once a signature is rewritten; as long as all run as they were given it has the user's
-alone. Our options are those of the platform that is lowered for, which the arguments tell: each platform has its jit,
-and calls go to the one of the last call that was planned. Where a second candidate for one signature has to be tried,
-the jits are made anew, and other signatures compile again at their next call.
+The jit gets our compiler options as soon as one signature is rewritten; until then it has the user's options alone.
+Our options depend on the platform that is lowered for, which follows from the arguments. So each platform has a jit of
+its own, and calls go to the jit of the last planned call. To try a second candidate for one signature, all jits are
+made anew, and other signatures compile again at their next call.
 """
 
 from __future__ import annotations
@@ -56,9 +55,9 @@ class _PlanNeeded(Exception):
 
 
 class OptimizedFunction:
-    """A step that recomputes instead of remembering. Called like the `jax.jit` of the function it was made from.
+    """A training step that recomputes instead of saving. It is called like the `jax.jit` of the original function.
 
-    Made by `optimize`; has `plan`, `explain` and `jaxpr` beside `lower`, `trace` and `eval_shape`.
+    `optimize` returns it. Besides `lower`, `trace` and `eval_shape` it has `plan`, `explain` and `jaxpr`.
 
     Args:
         fun: the function.
@@ -91,12 +90,12 @@ class OptimizedFunction:
 
     @property
     def original(self) -> Callable:
-        """The function that was given."""
+        """The user's function."""
         return self._fun
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `jax.jit` that it is jitted with, without those that are ours."""
+        """The user's options of `jax.jit`, without ours."""
         return dict(self._options)
 
     @property
@@ -106,7 +105,7 @@ class OptimizedFunction:
 
     @property
     def jit_description(self) -> compat.JitDescription:
-        """The function that was given, and what it is jitted with."""
+        """The user's function and its `jax.jit` options."""
         return compat.JitDescription(self._fun, self.options, self._is_plain)
 
     @property
@@ -148,7 +147,7 @@ class OptimizedFunction:
         return self._with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs, compiling=True)
 
     def _for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
-        """What stands in for a plain function from the first call with modules on: the same through its library."""
+        """The adapter that replaces a plain function from its first call with modules on; None without modules."""
         if self._delegate is None and self._is_plain:
             self._delegate = lifted(self._fun, self._options, self._make_inner, args, kwargs)
         return self._delegate
@@ -245,8 +244,8 @@ class OptimizedFunction:
             return use(self._jit_for(args, kwargs, calling=compiling))
 
     def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
-        """The decision if it can be written, and compiled where asked, else to run the step as it was given. A call
-        uses what was compiled here."""
+        """Return the decision if it can be emitted (and, if asked, compiled); else the decision to change nothing. A
+        later call uses what was compiled here."""
         key = self._plain.trace(*args, **kwargs).jaxpr
         stage = "writing"
         try:

@@ -1,7 +1,7 @@
-"""Loops of a step: pairs of a forward and a backward `scan`, what each can be, and how they are written again.
+"""Loops of a step: pairs of a forward and a backward `scan`, their options, and how they are rewritten.
 
-`pairs.py` finds them, `choice.py` says what can be done to one, `costs.py` and `memory.py` what that costs,
-`options.py` what is tried, `choose.py` what is taken, `equal.py` which pairs are the same; `rewrite.py`, `write.py` and
-`reverse.py` write the two loops, `update.py` moves the optimizer's update inside. `inside.py` enters the bodies of
-loops, branches and maps, which are programs of their own. `steps.py` is what is asked of the search.
+`pairs.py` finds the pairs. `choice.py` describes one way to write a pair, `costs.py` and `memory.py` what it costs.
+`options.py` lists the ways to try, `choose.py` picks one for each pair, `equal.py` finds equal pairs. `rewrite.py`,
+`write.py` and `reverse.py` write the two loops; `update.py` moves the optimizer's update inside. `inside.py` rewrites
+the bodies of loops, branches and maps, which are programs of their own. `steps.py` is the interface to the search.
 """

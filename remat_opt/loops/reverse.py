@@ -367,11 +367,11 @@ class ReverseLoop:
         return made[: backward.num_carry], made[backward.num_carry :]
 
     def together(self, carries: list[Any], cotangents: list[Any]) -> tuple[list[Any], list[Any]]:
-        """Forward carries and their cotangents behind one barrier.
+        """Pass forward carries and their cotangents through one barrier.
 
-        A loop of one step is inlined by compilers, which would then take what it recomputes from the forward pass, or
-        recompute it long before its cotangents are there. What its chunk has kept of it goes through the barrier, too.
-        Weights and sums of their gradients stay out: a barrier materialises what it covers.
+        Compilers inline a loop of one step. They would then take the recomputed values from the forward pass (CSE), or
+        recompute them long before their cotangents are there. The values that its chunk has saved go through the
+        barrier, too. Weights and sums of their gradients stay out: a barrier materialises what it covers.
         """
         shapes = {(aval.shape, aval.dtype) for aval in map(jax.typeof, map(at_once, carries))}
         behind = [at for at, value in enumerate(cotangents) if (value.shape, value.dtype) in shapes]

@@ -31,18 +31,18 @@ class Repeated:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Explanation:
-    """Prints as text; `.save("picture.png")` draws it.
+    """What a plan saves and recomputes. Prints as text; `.save("picture.png")` draws it.
 
     Attributes:
         plan: what was decided.
         given: the step as it was given.
-        graph: the step as the plan sees it, with loops and pooling in the forms that we write.
+        graph: the step that was planned, with its loops and pooling rewritten.
         plain: the simulated step with everything saved and the updates as early as they can be.
         rewritten: the simulated plan.
         names: name of each saved value.
         seconds: time spent on each stage of planning.
         loops: pairs of forward and backward loops that are written again.
-        flops_note: what has to be known of the FLOPs; empty if nothing.
+        flops_note: what the FLOPs leave out, as a sentence; may be empty.
     """
 
     plan: Plan
@@ -82,7 +82,7 @@ class Explanation:
 
     @functools.cached_property
     def held(self) -> Mapping[int, str]:
-        """Names of the saved tensors that are in memory when something is recomputed; the others cost nothing."""
+        """Names of the saved tensors that are live when a recomputation begins; the others cost nothing."""
         return {value: self.names[value] for value in held_values(self.plan, self.rewritten, self.names)}
 
     @functools.cached_property
@@ -134,7 +134,7 @@ class Explanation:
 
 
 def explain(decision: Decision) -> Explanation:
-    """Gather what there is to say of a decision."""
+    """Build the explanation of a decision."""
     prepared, solution = decision.prepared, decision.solution
     return Explanation(
         plan=decision.plan,
