@@ -7,13 +7,14 @@ A compiler knows dependencies, not the schedule. There are four cases:
    of the input is as large. If the latter is computed first, both buffers are live at once. So the second kernel waits
    at a barrier over one of its operands and a result of the first.
 2. A reduction and a later kernel may compute the same elementwise values of the same buffers, as in a batch norm's
-   backward pass. The compiler then lets the reduction store these values, each as large as the buffers. It does the same
-   with the values that an activation shares with its derivative. If the later kernel reads the buffers after a barrier
-   that waits for the reduction, they are different values to the compiler, and the shared values are recomputed.
+   backward pass. The compiler then lets the reduction store these values, each as large as the buffers. It treats the
+   values that an activation shares with its derivative in the same way. If the later kernel reads the buffers after a
+   barrier that waits for the reduction, they are different values to the compiler, and the shared values are
+   recomputed.
 3. A recomputed activation may share dear values with its derivative (GELU: a hyperbolic tangent). The compiler stores
    them, although the derivative needs the activation's operand as well. Here only the activation reads the operand
-   after a barrier; a derivative that reads the operand directly may overwrite it. (For a softmax storing costs nothing: its
-   derivative needs only the exponential.)
+   after a barrier; a derivative that reads the operand directly may overwrite it. (For a softmax storing costs nothing:
+   its derivative needs only the exponential.)
 4. A dear result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler may
    fuse it with the elementwise kernel, and its operand stays live until then. So that kernel reads it after a barrier.
 """
