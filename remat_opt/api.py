@@ -31,10 +31,10 @@ def optimize(
     repeat_collectives: bool = False,
     **jit_options: Any,
 ) -> Any:
-    """Give a training step back with a fraction of its memory and the same results.
+    """Return a training step that needs a fraction of the memory and gives the same results.
 
-    The step is read as a whole (forward, backward and optimizer), the tensors worth keeping are searched, and XLA is
-    made to recompute everything else. Call the result as you would call `jax.jit(fun)`.
+    `optimize` traces the whole step (forward pass, backward pass and optimizer), searches for the tensors worth saving,
+    and makes XLA recompute everything else. Call the result as you would call `jax.jit(fun)`.
 
     Args:
         fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object, or a bound method or
@@ -65,9 +65,9 @@ def optimize(
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: a budget, solver, target or mode that does not exist; the message lists those that do. An
-            option that has to be given to `nnx.jit` or `eqx.filter_jit`.
-        InfeasibleBudget: at the first call of a signature, where the budget cannot be kept.
+        ValueError: a budget, solver, target or mode does not exist (the message lists those that do), or an option
+            belongs to `nnx.jit` or `eqx.filter_jit`.
+        InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}
     allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives}
@@ -102,26 +102,27 @@ def frontier(
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         target: the device to plan for; default: the attached backend.
         solver: name of the search.
-        budgets: for how many budgets between the least and the plain peak a solver other than "auto" is asked.
+        budgets: how many budgets between the least and the plain peak to solve for. Used by solvers other than "auto",
+            which knows its whole frontier.
         **kwargs: keyword arguments of the step.
 
     Returns:
-        A `Frontier`, from the least memory to the least time, as a rule the step as it was given. Nothing is compiled;
-        give a point's plan to `optimize(fun, plan=point.plan)`.
+        A `Frontier`, from the least memory to the least time (usually the original step). Nothing is compiled. Pass a
+        point's plan to `optimize(fun, plan=point.plan)`.
     """
     step = _optimized(fun, check_settings(target=target, solver=solver), {}, "frontier")
     return step.ask(functools.partial(trace_frontier, budgets=budgets), args, kwargs)
 
 
 def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Measurement:
-    """Compile a step for a device, which need not be here, and read the compiler's figures. Nothing runs.
+    """Compile a step for a device, attached or absent, and read the compiler's figures. Nothing runs.
 
     Args:
-        fun: a step as for `optimize`, measured as it is and optimised for the target; or an optimised one, measured as
-            it is.
+        fun: a step as for `optimize`, which is measured twice, unchanged and optimised for the target; or an optimised
+            step, which is measured once.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
-        target: the device ("cpu", "h200", "v5e", …); default: the one that an optimised step is planned for, else the
-            attached backend. Figures for a GPU that is not here are without autotuning and its scratch memory.
+        target: the device ("cpu", "h200", "v5e", …); default: the device an optimised step is planned for, else the
+            attached backend. Figures for an absent GPU are without autotuning and its scratch memory.
         **kwargs: keyword arguments of the step.
 
     Returns:
@@ -131,8 +132,8 @@ def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: 
     Raises:
         ValueError: the target does not exist; the message lists those that do.
         TargetUnavailable: the target's compiler is not installed; the message names the extra.
-        ProgramNotPortable: the step cannot be carried to the target's compiler (host callbacks).
-        CompilationFailed: the compiler refuses the step, for another reason than the device's memory.
+        ProgramNotPortable: the step cannot be exported to the target's compiler (host callbacks).
+        CompilationFailed: the compiler refuses the step for a reason other than the device's memory.
     """
     resolved = None if target is None else resolve_target(target)
     fun = bind(fun)

@@ -1,4 +1,4 @@
-"""What stands in for the user's function: calls, caches, options, warnings.
+"""The callables that replace the user's function: calls, caches, options, warnings.
 
 `resolving.py` is the front door: it finds the function inside whatever a user hands in, and `adapters.py` knows the
 objects of `nnx.jit` and `eqx.filter_jit`. `function.py` is the `OptimizedFunction` that is called like `jax.jit`'s,

@@ -1,8 +1,8 @@
-"""Functions that keep a `jax.jit` inside: `nnx.jit` and `eqx.filter_jit` objects.
+"""Adapters for objects that contain a `jax.jit`: those of `nnx.jit` and `eqx.filter_jit`.
 
-Each splits its arguments, calls its inner jit, and puts the results back. A copy of such an object with a function of
-ours in the inner jit's place does all that its library does, and updates modules as it would. Neither library is
-imported here: objects are told by where they come from.
+Such an object splits its arguments, calls its inner jit, and merges the results. An adapter is a copy of the object
+with our function in place of the inner jit, so that the library still updates modules. Neither library is imported
+here: objects are recognised by the module of their class.
 """
 
 from __future__ import annotations

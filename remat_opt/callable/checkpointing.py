@@ -1,7 +1,7 @@
-"""`checkpoint` and `policy`: for those who write a loss or a library, and do not own the step.
+"""`checkpoint` and `policy`: for authors of a loss or a library, who do not own the step.
 
-A call traces the function, looks up what was decided for that program (or decides), and evaluates it in segments under
-`jax.checkpoint`. All of that happens while an outer `jax.jit` traces, or at each call where there is none.
+A call traces the function, looks up the decision for that program (or makes one), and evaluates the function in
+segments under `jax.checkpoint`. This happens while an outer `jax.jit` traces, or at each call if there is none.
 """
 
 from __future__ import annotations

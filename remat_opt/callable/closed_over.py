@@ -1,7 +1,8 @@
-"""nnx modules that a function reaches without having them as arguments.
+"""Restores nnx modules that a function closes over, if its trace fails.
 
-flax takes a module apart before it finds out that it cannot be updated from inside a trace, and leaves it so. Where
-tracing a user's function fails, the modules that it reaches are put together again, and the error says what to write.
+flax takes a module apart before it finds that the module cannot be updated from inside a trace, and leaves it in
+pieces. If tracing the user's function fails, the modules that it reaches are restored, and the error says what to
+write.
 """
 
 from __future__ import annotations

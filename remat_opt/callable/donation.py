@@ -1,4 +1,4 @@
-"""State that is not donated: arguments that come back as results, old and new in memory together."""
+"""Finds undonated state: arguments that the step returns updated, so that old and new are in memory at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`frontier`: memory against time for one step, to look at or to choose from."""
+"""`frontier`: the Pareto front of memory and time for one step, to print or to choose a plan from."""
 
 from __future__ import annotations
 

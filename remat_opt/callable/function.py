@@ -26,9 +26,9 @@ from remat_opt.trace import compat
 
 
 class OptimizedFunction:
-    """A step that recomputes instead of remembering. Called like the `jax.jit` of the function it was made from.
+    """A training step that recomputes instead of saving. It is called like the `jax.jit` of the original function.
 
-    Made by `optimize`; has `plan`, `explain` and `jaxpr` beside `lower`, `trace` and `eval_shape`.
+    `optimize` returns it. Besides `lower`, `trace` and `eval_shape` it has `plan`, `explain` and `jaxpr`.
 
     Args:
         fun: the function.
@@ -49,12 +49,12 @@ class OptimizedFunction:
 
     @property
     def original(self) -> Callable:
-        """The function that was given."""
+        """The user's function."""
         return self._fun
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of `jax.jit` that it is jitted with, without those that are ours."""
+        """The user's options of `jax.jit`, without ours."""
         return dict(self._options)
 
     @property
@@ -64,7 +64,7 @@ class OptimizedFunction:
 
     @property
     def jit_description(self) -> compat.JitDescription:
-        """The function that was given, and what it is jitted with."""
+        """The user's function and its `jax.jit` options."""
         return compat.JitDescription(self._fun, self.options, self._is_plain)
 
     @property
@@ -106,7 +106,7 @@ class OptimizedFunction:
         return self._planned.with_plan(lambda jitted: jitted(*args, **kwargs), args, kwargs, compiling=True)
 
     def _for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
-        """What stands in for a plain function from the first call with modules on: the same through its library."""
+        """The adapter that replaces a plain function from its first call with modules on; None without modules."""
         if self._delegate is None and self._is_plain:
             self._delegate = lifted(self._fun, self._options, self._make_inner, args, kwargs)
         return self._delegate

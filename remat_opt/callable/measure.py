@@ -1,4 +1,4 @@
-"""`measure`: what a compiler says of a step, plain and optimised, for a device that need not be here."""
+"""`measure`: the compiler's figures for a step, plain and optimised, for an attached or absent device."""
 
 from __future__ import annotations
 

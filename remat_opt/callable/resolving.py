@@ -1,9 +1,9 @@
-"""The front door: what a user gives to a public function becomes a function of ours, called as it was called before.
+"""Unwraps the functions that users pass to the public API, and wraps the replacement in the same way.
 
-`optimize`, `frontier`, `measure`, `checkpoint` and `policy` take the same kinds of function: plain ones, those of
-`jax.jit`, `nnx.jit` and `eqx.filter_jit`, bound methods and partials of any of them, and what `optimize` returned.
-`resolve` finds the function inside and its options of `jax.jit`, has something made of it, and puts that back to where
-the function was: inside the library's object, and under its bound arguments.
+`optimize`, `frontier`, `measure`, `checkpoint` and `policy` take the same kinds of function: plain functions, those of
+`jax.jit`, `nnx.jit` and `eqx.filter_jit`, bound methods and partials of any of them, and results of `optimize`.
+`resolve` finds the inner function and its options of `jax.jit`, makes the replacement, and puts it where the inner
+function was: inside the library's object, and under the bound arguments.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users are told of a decision, once each."""
+"""Warnings about a decision; each is given once for each function."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Teller:
         return getattr(self._fun, "__qualname__", None) or repr(self._fun)
 
     def tell(self, decision: Decision) -> None:
-        """What the user has to know of a decision."""
+        """Warn if the step runs unchanged, or if its figures were not checked on this device."""
         plan = decision.plan
         if plan.is_plain:
             if self._settings.budget.is_promise and not has_failed(plan.note):
@@ -52,14 +52,14 @@ class Teller:
             )
 
     def tell_undonated(self, decision: Decision, undonated: Undonated | None) -> None:
-        """That donation would save memory, once for each function; not where a budget is kept by the original step."""
+        """Warn once that donation would save memory; not if the original step already meets the budget."""
         fits = decision.plan.is_plain and self._settings.budget.is_promise
         if undonated is not None and not fits and not self._has_told_undonated:
             self._has_told_undonated = True
             self.warn(f"{self.name}: {undonated}")
 
     def warn(self, message: str) -> None:
-        """Say something, if it was not said before."""
+        """Give a warning, unless it was given before."""
         if message not in self._told:
             self._told.add(message)
             warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=callers_level())

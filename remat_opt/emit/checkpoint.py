@@ -1,8 +1,8 @@
-"""The checkpoint writer: a function that is still to be differentiated, in segments under the public `jax.checkpoint`.
+"""Emits a function, before differentiation, in segments under the public `jax.checkpoint`.
 
-The function's flat program is evaluated segment by segment. A segment's inputs are stored values only; the cheap values
-between them (`Layout.on_demand`) are made afresh in every segment that reads them, so that none of them is ever kept at
-a segment's edge. Every JAX transform applies to the result, since nothing but public functions of JAX is left in it.
+The function's flat program is evaluated segment by segment. The inputs of a segment are stored values only. The cheap
+values between them (`Layout.on_demand`) are recomputed in every segment that reads them, so that none is saved between
+segments. Every JAX transform applies to the result, since it calls only public functions of JAX.
 """
 
 from __future__ import annotations

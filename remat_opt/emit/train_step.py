@@ -1,8 +1,8 @@
-"""The step writer: a schedule of the joint program (forward, backward and optimizer) as JAX operations.
+"""Emits a schedule of the whole step (forward, backward and optimizer) as JAX operations.
 
-A recomputed run becomes what JAX leaves behind after differentiating a `jax.checkpoint`: one `remat_p` equation, whose
-lowering takes its inputs through an `optimization_barrier`. The cotangents that the run waits for go through the same
-barrier and come out as its results, so that no compiler can do the run before they exist.
+A recomputed run becomes the same equation as a differentiated `jax.checkpoint`: one `remat_p`, whose lowering passes
+its inputs through an `optimization_barrier`. The cotangents that the run waits for go through the same barrier and come
+out as results, so that the compiler cannot run it before they exist.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Zeros that are made no earlier than what is written into them.
+"""Emits arrays of zeros late, just before something is written into them.
 
-A scatter is into zeros, and so are the stacks that a loop's steps fill. XLA's GPU compiler makes all zeros of a program
-in one kernel, at its beginning, and they are kept until their turn; its CPU compiler makes them before it computes what
-is added. Zeros that are made of a number behind a barrier depend on what is there with it, and come after that.
+Scatters write into zeros, and so do the steps of a loop that fill stacks. XLA's GPU compiler makes all zeros of a
+program in one kernel at the beginning, and they stay live until they are used; its CPU compiler makes them before it
+computes the values to add. Zeros that are broadcast from a number after a barrier have to wait for everything in that
+barrier.
 """
 
 from __future__ import annotations

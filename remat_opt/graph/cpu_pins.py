@@ -1,18 +1,18 @@
-"""Where XLA's CPU compiler has to be told an order, because it orders by dependencies and the peak depends on it.
+"""Finds where XLA's CPU compiler needs a scheduling barrier, because it orders by dependencies alone.
 
-Asked to save memory it takes what each result needs depth first, those operands first that have more users and more
-bytes behind them, whatever they free (`ordering.depth_first`). So there are three kinds of kernels that it does at the
-wrong end of a stretch:
+To save memory it visits the operands of each result depth first. It begins with the operands that have the most users
+and bytes before them, no matter what they free (`ordering.depth_first`). Three kinds of kernels then run too early or
+too late:
 
-- what is made of nearly nothing, as random bits are of a key. Behind the barrier of a recomputed run a key depends on
-  as much as anything else, and a whole block's bits may be made before the first of them is read: in a transformer with
-  dropout two arrays of each mask, live together. They are made to wait for what the schedule has made in front of them.
-- what the library that sums products is given spread over an array, as a batch norm's factors for the gradient of its
-  mean: a buffer as large as the gradient, that may be made as soon as the factors are there. They are read behind a
+- Values made of nearly nothing, as random bits are of a key. After the barrier of a recomputed run a key depends on as
+  much as any other value, so that a whole block's bits may be made before the first of them is read: in a transformer
+  with dropout, two arrays of each mask at once. They wait for the value that the schedule makes just before them.
+- Small values that are broadcast for a reduction, as a batch norm's factors for the gradient of its mean. The broadcast
+  buffer is as large as the gradient and may be made as soon as the factors are there. The factors are read after a
   barrier that waits for the gradient.
-- what is made of something larger and read much later, as the gradient of a logits' product that waits for the
-  gradient of an embedding with the same weights. The compiler may make it when it is read, and hold the logits until
-  then, through the loop over all layers. The loop is made to wait for it.
+- Values made of something larger and read much later, as the gradient of a logits' product that waits for the gradient
+  of an embedding with the same weights. The compiler may make the value where it is read, and keep the logits until
+  then, through the loop over all layers. The loop waits for the value.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From a choice of what to save to a schedule.
+"""Derives a schedule from a choice of what to save.
 
-A choice is a set of saved values and positions of the program's order: *cuts*, which divide it into segments, and
-*turning points*, at which everything is forgotten that was made before and is not saved. Ops behind a turning point
-that read a forgotten value make it again first, and with it all that is still wanted of the same segment.
+A choice has a set of saved values and positions in the program's order. *Cuts* divide the order into segments. At
+*turning points* every value made before is dropped unless it is saved. An op after a turning point that reads a dropped
+value recomputes it first, together with everything else that is still needed of the same segment.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Choice:
 
     Attributes:
         saved: values kept from where they are first made to their last use.
-        turning_points: positions in the order of first runs at which everything else is forgotten.
-        cuts: positions at which segments begin; each turning point is one, too.
+        turning_points: positions in the order of first runs at which all unsaved values are dropped.
+        cuts: positions at which segments begin. Each turning point is a cut, too.
     """
 
     saved: frozenset[int] = frozenset()
@@ -35,8 +35,8 @@ def early_order(graph: Graph) -> tuple[int, ...]:
     """Program order, with the optimizer's updates moved up to where their gradients are ready.
 
     An update is elementwise work that leads to outputs only. It waits for the last reader of the donated argument whose
-    place its result takes, so that it can be done in place; what only feeds it (a decayed moment) is done just before,
-    but for what frees more than it makes (a part of the sum that a gradient is).
+    buffer it takes over, so that it can run in place. Ops that only feed it (a decayed moment) run just before it,
+    unless they free more bytes than they make (one term of a gradient's sum).
     """
     tail = _tail_ops(graph)
     if not any(tail):
@@ -142,9 +142,10 @@ class _Derivation:
         return not self.kept[value] and self.made_at[value] < self.start and value not in self.held
 
     def _recompute(self, missing: list[int]) -> tuple[tuple[int, ...], set[int]]:
-        """All ops that make the missing values again, and with them what else is wanted of their segments.
+        """The ops that recompute the missing values and the other values still needed of their segments.
 
-        What these ops read of other segments is made again with them and is not held: those segments' own turn comes.
+        Values that these ops read from other segments are recomputed with them, but not held: those segments are
+        recomputed later.
         """
         producer = self.graph.producer
         segments = {int(self.segment[producer[value]]) for value in missing}

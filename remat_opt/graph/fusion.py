@@ -1,12 +1,12 @@
-"""Which values a compiler gives a buffer.
+"""A model of XLA's fusion: which values become buffers.
 
-XLA fuses elementwise work into its users, so that most values of a jaxpr are never stored. The rules:
+XLA fuses elementwise ops into their users, so that most values of a jaxpr are never stored. The rules:
 
-1. Results of reductions, contractions and opaque ops are buffers, and so are operands of contractions and opaque ops
-   and what the step returns.
-2. The elementwise values between are *virtual*: they are computed again wherever they are read, and keep alive the
-   buffers they are computed from, their *sources*.
-3. A virtual value is a buffer after all where fusing it would move more bytes than storing it. With c readers and
+1. Results of reductions, contractions and opaque ops are buffers. So are the operands of contractions and opaque ops,
+   and the results of the step.
+2. The elementwise values between them are *virtual*: each reader recomputes them. They keep the buffers they are
+   computed from alive, their *sources*.
+3. A virtual value becomes a buffer if fusing it would move more bytes than storing it. With c readers and
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its

@@ -1,12 +1,12 @@
-"""Liveness: how many bytes are live at each moment of a schedule. The only definition of a peak in this project.
+"""Liveness: how many bytes are live at each position of a schedule. This is the only definition of a peak.
 
-What it counts is what a compiler reports as temporary memory: arguments are not counted, results that the caller gets
-are not counted (but for those of a loop's body, `Graph.held`), and a result that takes the place of a donated argument
-costs a buffer only while that argument is still to be read.
+It counts the temporary memory that a compiler reports. Arguments do not count, nor do the results of the step (except
+those of a loop's body, `Graph.held`). A result that takes over the buffer of a donated argument counts only while that
+argument is still to be read.
 
-Every value of the graph has to be a buffer, as in the graphs that `fusion.fuse` gives. A schedule's positions are its
-ops, in order, with one more before each recomputed run: its barrier. What a barrier covers is read behind it anyway, so
-that it lengthens no life. While an op runs its workspace is live, too.
+Every value of the graph has to be a buffer, as in the graphs of `fusion.fuse`. The positions of a schedule are its ops,
+in order, and one more before each recomputed run for its barrier. A barrier lengthens no lifetime, since all that it
+covers is read after it anyway. The workspace of an op is live while the op runs.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Lives:
 
     @property
     def has_unread_repeats(self) -> bool:
-        """Whether some value is made again, and not read before it is made once more."""
+        """Whether some value is recomputed without being read afterwards."""
         unread = np.flatnonzero(self.read_counts == 0)
         first = np.empty(self.value.max(initial=-1) + 1, dtype=np.int64)
         first[self.value[::-1]] = np.arange(len(self) - 1, -1, -1)  # the first buffer of each value

@@ -1,22 +1,22 @@
-"""Where a compiler has to be told the order of two kernels, because the peak depends on it.
+"""Finds where a scheduling barrier has to fix the order of two kernels, because the peak depends on it.
 
-A compiler knows dependencies, not the schedule. Kernels of which neither depends on the other may run in either order,
-or become one kernel with the results of both. In a backward pass the gradient of a layer's weight is often the last to
-read that layer's input, and the gradient of the input is as large: where it is computed first, both are there at once.
-So the second is made to wait, by a barrier over one of its operands and a result of the first.
+A compiler knows dependencies, not the schedule. There are four cases:
 
-And where a reduction and a later kernel compute the same elementwise values of the same buffers, as in a batch norm's
-backward pass, a compiler lets the reduction store these values, each as large as the buffers. So it does with what an
-activation and its derivative have in common. Read behind a barrier that waits for the reduction, the buffers are others
-to the compiler, and the values are computed again.
-
-Where the activation is recomputed and they have dear values in common (GELU: a hyperbolic tangent), a compiler stores
-those, although the derivative needs the activation's operand as well. Here it is the activation that reads the operand
-behind a barrier, and it alone: a derivative that reads it directly may be written over it. (Of a softmax, whose
-derivative needs nothing but the exponential, storing that costs nothing.)
-
-And where a dear result that is recomputed is read by an elementwise kernel, and by another kernel later, a compiler may
-make it together with the first, and keeps its operand until then. So that kernel reads it behind a barrier.
+1. Two kernels that do not depend on each other may run in either order, or be fused into one kernel with two results.
+   In a backward pass the gradient of a layer's weight is often the last reader of that layer's input, and the gradient
+   of the input is as large. If the latter is computed first, both buffers are live at once. So the second kernel waits
+   at a barrier over one of its operands and a result of the first.
+2. A reduction and a later kernel may compute the same elementwise values of the same buffers, as in a batch norm's
+   backward pass. The compiler then lets the reduction store these values, each as large as the buffers. It treats the
+   values that an activation shares with its derivative in the same way. If the later kernel reads the buffers after a
+   barrier that waits for the reduction, they are different values to the compiler, and the shared values are
+   recomputed.
+3. A recomputed activation may share dear values with its derivative (GELU: a hyperbolic tangent). The compiler stores
+   them, although the derivative needs the activation's operand as well. Here only the activation reads the operand
+   after a barrier; a derivative that reads the operand directly may overwrite it. (For a softmax storing costs nothing:
+   its derivative needs only the exponential.)
+4. A dear result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler may
+   fuse it with the elementwise kernel, and its operand stays live until then. So that kernel reads it after a barrier.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ LARGE = 0.1  # what elementwise work makes, so that a derivative of it is looked
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pin:
-    """The kernel reads `operands` behind a barrier that waits for `results` of kernels before it, and so do all later
-    ones; where there are no `results`, it alone does."""
+    """The kernel and all later ones read `operands` after a barrier that waits for `results` of earlier kernels.
+
+    Without `results`, only this kernel reads its operands after a barrier.
+    """
 
     operands: tuple[int, ...]
     results: tuple[int, ...]
@@ -53,10 +55,9 @@ def pins(
 ) -> dict[tuple[int, int], Pin]:
     """Find the pins of a schedule.
 
-    Of a training step in which values are computed again, only the runs from the first of these on are looked at:
-    before it nothing is freed that could be late. Where nothing is computed again, only products wait (the gradients of
-    a weight that is used many times, each for the sum of those before it): a barrier before anything else may cost a
-    buffer, and there is none in any case that it would stand behind.
+    If the step recomputes values, only the runs from the first recomputed one on are examined: before it nothing is
+    freed that could be late. If nothing is recomputed, only products wait (the gradients of a weight that is used many
+    times, each for the sum of those before it), since a barrier before other kernels may cost a buffer.
 
     Args:
         graph: the step, fused.
@@ -207,8 +208,8 @@ class _PinsOfRun:
         return self.graph.ops[op].kind is Kind.ELEMENTWISE and made >= LARGE * self.liveness.peak
 
     def reduced_before(self, op: int, index: int) -> dict[int, int]:
-        """Large buffers that the kernel reads and that a reduction before it reads, too, or in a step of a loop
-        elementwise work that makes as large a one; for each a value that shows that this is done."""
+        """Large buffers that both the kernel and an earlier reduction read, each with a result of that reduction. In a
+        step of a loop, elementwise kernels that make a large buffer count like reductions."""
         graph, peak = self.graph, self.liveness.peak
         read = (v for v in graph.ops[op].inputs if graph.producer[v] >= 0 or v in self.slices)
         large = [v for v in read if graph.sizes[v] >= WORTH_A_PIN * peak]
@@ -222,7 +223,7 @@ class _PinsOfRun:
         return found
 
     def that_may_be_late(self, op: int, index: int, known: int) -> int:
-        """Kernels of this run that come before a large one, free much, and that it does not depend on, as bits."""
+        """Earlier kernels of this run (as bits) that free many bytes and on which this large kernel does not depend."""
         least = WORTH_A_PIN * self.liveness.peak
         made = sum(self.graph.sizes[v] for v in self.graph.ops[op].outputs if v not in self.outputs)
         if made < least or self.operand(op) < 0:
@@ -253,8 +254,8 @@ class _PinsOfRun:
         return max(made, key=lambda value: (self.graph.sizes[value], value), default=-1)
 
     def results_of(self, late: int, op: int) -> dict[int, int]:
-        """For kernels (as bits) the smallest value that shows that the kernel is done, and that is still to be read;
-        without those of which nothing shows it."""
+        """For each kernel (as bits) the smallest value still to be read that depends on the kernel, so that waiting for
+        it means waiting for the kernel. Kernels without such a value are left out."""
         sizes, operand = self.graph.sizes, self.operand(op)
         found: dict[int, int] = {}
         if not late:

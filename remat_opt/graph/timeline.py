@@ -1,7 +1,7 @@
 """What each run of a schedule reads, makes and waits for.
 
-Both the liveness model and the writer read a schedule through this module, so that what is simulated is what is
-written.
+The liveness model and the writer both read a schedule through this module, so that the simulated and the emitted
+program agree.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Loops of a step: pairs of a forward and a backward `scan`, what each can be, and how they are written again.
+"""Loops of a step: pairs of a forward and a backward `scan`, their options, and how they are rewritten.
 
 `pairs.py` finds them, `choice.py` says what can be done to one, `costs.py` and `memory.py` what that costs,
 `options.py` what is tried, `choose.py` what is taken, `equal.py` which pairs are the same. `pair_plan.py` is one pair

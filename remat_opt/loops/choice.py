@@ -1,4 +1,4 @@
-"""What may be done to one pair of scans."""
+"""Describes how one pair of scans is written."""
 
 from __future__ import annotations
 

@@ -1,14 +1,14 @@
 """Choose what is done to each pair of scans.
 
-Least memory: for each pair the option with the fewest bytes among those that cost at most one extra forward pass,
-`MOST_EXTRA` of the program's FLOPs, of which each pair has its part. A second extra forward pass, as two levels need,
-is paid in recurrent networks where it takes a good part of the bytes away, `WORTH_A_SECOND`: their loops are as long as
-sequences, and a step's time is that of its weights, which every step reads again. In a loop over layers it would be the
-network's whole forward pass; a budget may ask for it.
+Least memory: for each pair, take the option with the fewest bytes that costs at most one extra forward pass
+(`MOST_EXTRA` of the program's FLOPs, divided among the pairs). Two levels need a second extra forward pass. It is
+allowed in recurrent networks if it saves at least the share `WORTH_A_SECOND` of the bytes: their loops are as long as
+sequences, and the time of a step is that of reading its weights. In a loop over layers it would be the whole forward
+pass of the network; only a budget may ask for it.
 
-Under a budget: the options with the least extra time that fit, found by exchanging one option at a time for a smaller
-one, that with the fewest seconds for each byte first. Equal pairs have their options in common, which are searched
-once, and exchange them together; of the last exchange only as many of them as the budget needs.
+Under a budget: take the options with the least extra time that fit. They are found by replacing one option at a time by
+a smaller one, the replacement with the fewest seconds per byte first. Equal pairs share their options, which are
+searched once, and are replaced together; the last replacement takes only as many of them as the budget needs.
 """
 
 from __future__ import annotations

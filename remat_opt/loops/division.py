@@ -1,11 +1,13 @@
 """Which chunks a loop's steps are divided into: the fewest extra FLOPs within a number of bytes, exactly.
 
-The forward loop keeps the first carries of each chunk, and the reverse loop comes to the last chunk first. When it
-turns round chunk k, the first carries of k chunks are still kept, beside what the chunk itself needs: a kind of chunk
-that needs much may be used while k is small, that is for the loop's first steps. That is a shortest path over states of
-so many chunks, so many steps, so many changes of kind and the kind of the latest chunk.
+The forward loop saves the first carries of each chunk, and the reverse loop takes the last chunk first. When it
+reverses chunk k, the first carries of k chunks are still live, besides what the chunk itself needs. So a kind of chunk
+that needs much memory can be used while k is small, that is for the loop's first steps. The division is a shortest
+path; a state has the number of chunks, the number of steps, the number of changes of kind, and the kind of the latest
+chunk.
 
-Optimal for the model of `memory.py`, but for loops of more than `MOST_UNITS` steps: these are divided in units.
+It is optimal for the model of `memory.py`, except for loops of more than `MOST_UNITS` steps: these are divided in
+units.
 """
 
 from __future__ import annotations

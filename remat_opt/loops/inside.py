@@ -1,8 +1,7 @@
-"""Bodies are programs, too: their own pairs are written again, and those with a turning point get segments.
+"""Rewrites bodies, which are programs of their own: their pairs of loops, and segments if they have a turning point.
 
-A pair inside a body comes from nested loops; a turning point inside a body from a gradient that is taken there, as of
-micro-batches in a `scan`, of a solver's steps in a `while`, of a step of one device in a `shard_map`, or of a step that
-is left out under a condition.
+Nested loops give pairs inside a body. A gradient taken inside a body gives it a turning point: micro-batches in a
+`scan`, the steps of a solver in a `while`, one device's step in a `shard_map`, or a step under a `cond`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Bytes of a pair as it is written: what the forward loop keeps, and what the reverse loop needs beside it."""
+"""Bytes of a rewritten pair: what the forward loop saves, and what the reverse loop needs besides."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What each pair of scans can be, with bytes, FLOPs and seconds, so that a search can choose."""
+"""Lists the options of each pair of scans with their bytes, FLOPs and seconds, for the search to choose from."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a choice means for a pair: which stacks exist, what each step of the reverse loop computes again."""
+"""What a choice means for a pair: which stacks exist, and what each step of the reverse loop recomputes."""
 
 from __future__ import annotations
 

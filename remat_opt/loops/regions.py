@@ -1,5 +1,4 @@
-"""Regions that are one equation of a program, with other contents: a `scan`, a `while`, a `cond`, a `shard_map`, a
-checkpoint."""
+"""Replaces the body of an equation that has one: a `scan`, `while`, `cond`, `shard_map` or checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rewrite_loops`: a program with its pairs of scans written again, as a flat program."""
+"""`rewrite_loops`: rewrites the pairs of scans of a flat program."""
 
 from __future__ import annotations
 

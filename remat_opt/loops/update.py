@@ -1,8 +1,8 @@
-"""The optimizer's update inside the reverse loop.
+"""Moves the optimizer's update into the reverse loop.
 
-Where the stacked gradient of a stacked weight is only used elementwise, each step of the reverse loop can update its
-own layer's parameter and moments in place, and the stack of gradients never exists. This module finds the equations of
-the program that can be done so; `reverse.py` writes them.
+If the stacked gradient of a stacked weight is only used elementwise, each step of the reverse loop can update the
+parameter and the moments of its layer in place. The stack of gradients then never exists. This module finds the
+equations that can move; `reverse.py` emits them.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""Write a pair of scans again, by tracing: the forward loop keeps less, the reverse loop computes the rest again.
+"""Rewrites a pair of scans by tracing: the forward loop saves less, the reverse loop recomputes the rest.
 
-One level: the forward loop stacks the carries that a recomputation of the body starts from; each step of the reverse
-loop repeats the body up to its residuals and goes on as before. That is what `jax.checkpoint` on the body gives.
+One level: the forward loop stacks the carries that a recomputation of the body starts from. Each step of the reverse
+loop repeats the body up to its residuals and then goes on as before. `jax.checkpoint` on the body does the same.
 
-Two levels (Chen et al. 2016, section 4, on a loop): the forward loop keeps the first carry of each chunk of steps, and
-all carries of the last chunk, which is turned round at once. The reverse loop goes over the other chunks, makes the
-carries of one again and then runs it in reverse, reading and writing the whole stacks by index. The last chunk is
-shorter where the chunk does not divide the length. A chunk may keep residuals, too, while it makes its carries, so that
-they are not made a third time; its last step, which is turned round at once, makes its own.
+Two levels (Chen et al. 2016, section 4, on a loop): the forward loop saves the first carry of each chunk of steps, and
+all carries of the last chunk, which is reversed at once. For each of the other chunks the reverse loop recomputes the
+carries and then runs the chunk in reverse, reading and writing the whole stacks by index. The last chunk is shorter if
+the chunk does not divide the length. A chunk may also save residuals while it recomputes its carries, so that they are
+not computed a third time; its last step, which is reversed at once, computes its own.
 
-The first steps of the loop may be in chunks of another kind. Their carries have stacks of their own, so that those of
-the later steps are free when the reverse loop comes to them (as in Griewank & Walther 2000, "revolve", where what is
-free is used for the steps that are left).
+The first steps of the loop may be in chunks of another kind. Their carries have separate stacks, so that those of the
+later steps are free when the reverse loop reaches them (as in Griewank & Walther 2000, "revolve", where free memory is
+used for the steps that are left).
 
-In both the optimizer's update may be done inside the reverse loop (`update.py`): stacks of parameters and moments are
-then carries of the loop, updated in place.
+With one level and with two, the optimizer's update can run inside the reverse loop (`update.py`): stacks of parameters
+and moments are then carries of the loop, updated in place.
 """
 
 from __future__ import annotations

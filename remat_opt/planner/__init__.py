@@ -1,10 +1,10 @@
-"""What is decided for a step: every stage from the captured program to a `Decision`.
+"""Planning: from the captured program to a `Decision`.
 
-`step.py` is the front door (`read_step`, `decide_step`); `planning.py` decides (least memory, a user's plan),
-`budget_loop.py` is where a budget is checked against the compiler, `candidates.py` holds the variants of a step and
-asks the search for each, `prepared.py` is a program with its graph, `loop_search.py` schedules loops' steps and bodies.
-`decision.py` and `plan.py` are the results; `plan_checks.py` checks plans from outside, `plan_files.py` keeps plans
-beside the compilation cache. `collectives.py` is for steps that are divided among devices, `processes.py` for several
-hosts, `fallback.py` for `on_error="plain"`, `settings.py` and `budget.py` for what a user writes. `segmentation.py` and
-`checkpoint_planning.py` plan what `remat_opt.checkpoint` is given, before differentiation.
+`step.py` is the entry (`read_step`, `decide_step`). `planning.py` decides for the least memory or takes a user's plan.
+`budget_loop.py` meets a budget by compiling candidates. `candidates.py` holds the variants of a step and searches each.
+`prepared.py` is a program with its graph. `loop_search.py` schedules the steps and bodies of loops. `decision.py` and
+`plan.py` have the results; `plan_checks.py` validates plans that come from a file, `plan_files.py` stores plans next to
+JAX's compilation cache. `collectives.py` handles sharded steps, `processes.py` several hosts, `fallback.py`
+`on_error="plain"`. `settings.py` and `budget.py` parse the user's options. `segmentation.py` and
+`checkpoint_planning.py` plan a function under `remat_opt.checkpoint`, before differentiation.
 """

@@ -1,9 +1,10 @@
-"""Meets a budget: compile a candidate, learn how far its prediction was off, ask the search again, keep the cheapest.
+"""Meets a budget: compile a candidate, compare its figure with the prediction, search again, keep the cheapest.
 
-The search knows a frontier of candidates with predicted peaks. The compiler's figure for one of them is its prediction
+The search has a frontier of candidates with predicted peaks. The compiler's figure for a candidate is its prediction
 times a correction, which changes slowly along the frontier. So the loop is a bracketing search for the predicted peak
-whose compiled figure is the budget: from one side it scales by the last correction, between a candidate that fits and
-one that does not it interpolates. It ends where no further compilation could save a noticeable part of the step's time.
+whose compiled figure equals the budget. As long as all candidates lie on one side, it scales by the last correction;
+between a candidate that fits and one that does not, it interpolates. It ends when another compilation could not save a
+noticeable part of the step's time.
 """
 
 from __future__ import annotations
@@ -26,10 +27,10 @@ OUT_OF_REACH = 1.5  # times the budget; what is predicted to need more is not co
 
 
 def keep_budget(decider: Decider) -> Decision:
-    """The least extra time that fits the budget in the settings.
+    """Decide for the least extra time that meets the budget in the settings.
 
     Raises:
-        InfeasibleBudget: nothing that was found fits.
+        InfeasibleBudget: no candidate meets it.
     """
     if decider.compile is None:
         return _predicted(decider)
@@ -129,14 +130,14 @@ class _BudgetLoop:
         return small.found.peak + share * (large.found.peak - small.found.peak)
 
     def bracket(self, compiled: list[_Compiled]) -> tuple[_Compiled | None, _Compiled | None]:
-        """Of some candidates the largest that fits, and the smallest that does not and was predicted to be larger."""
+        """The largest candidate that fits, and the smallest one predicted to be larger that does not."""
         small = max((one for one in compiled if self.fits(one)), key=lambda one: one.found.peak, default=None)
         least = small.found.peak if small else -1
         misses = (one for one in compiled if not self.fits(one) and one.found.peak > least)
         return small, min(misses, key=lambda one: one.found.peak, default=None)
 
     def new_within(self, peak: float) -> Found | None:
-        """The fastest candidate with at most this predicted peak that was not compiled yet; None if there is none."""
+        """The fastest candidate not yet compiled whose predicted peak is at most `peak`; None if there is none."""
         limit = int(peak)
         while limit > 0:
             found = self.decider.search(limit)
@@ -152,7 +153,7 @@ class _BudgetLoop:
         return None
 
     def smallest(self) -> Iterator[Found]:
-        """Candidates that may need least, whatever they cost, from the smallest predicted peak on."""
+        """Candidates that may need the least memory, at any cost, in the order of their predicted peaks."""
         search = self.decider.search
         every = sorted([search(0), search(None), self.decider.forms.in_our_order], key=lambda one: one.peak)
         reachable = OUT_OF_REACH * self.limit / (self.compiled[-1].correction if self.compiled else 1)
@@ -173,7 +174,7 @@ class _BudgetLoop:
 
     @property
     def best(self) -> _Compiled | None:
-        """The cheapest that fits of what was compiled."""
+        """The cheapest compiled candidate that fits."""
         return min(filter(self.fits, self.compiled), key=lambda one: one.found.extra_seconds, default=None)
 
     def counted(self, figures: Figures) -> int:
@@ -181,7 +182,7 @@ class _BudgetLoop:
         return figures.temp_bytes if self.fraction is not None else figures.physical_peak_bytes
 
     def refusal(self) -> InfeasibleBudget:
-        """The error that names the least that was found."""
+        """The error for a budget that cannot be met; it names the least memory that was found."""
         plain = self.decider.plain_figures
         every = [*(one.figures for one in self.compiled), *([plain] if plain is not None else [])]
         least = min(map(self.counted, every))
@@ -203,7 +204,7 @@ class _BudgetLoop:
 
 
 def _predicted(decider: Decider) -> Decision:
-    """The same where nothing may be compiled, by predicted peaks."""
+    """`keep_budget` by predicted peaks, where nothing may be compiled."""
     budget = decider.settings.budget
     fixed = 0 if budget.fraction is not None else fixed_bytes(decider)
     if budget.fraction is not None:

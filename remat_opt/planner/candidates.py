@@ -1,12 +1,12 @@
 """The forms that a step can have, and the search over all of them.
 
-A step's loops may stay as they are or be written again, for less memory and more time, and so may those of their bodies
-that have a turning point of their own. Each form is a program with a graph, on which any search can work. Whatever is
-asked of a step is asked of its forms, and the best answer taken: loops and all the rest are judged together, by one
-liveness model and one sum of time.
+A step's loops can stay unchanged, or be rewritten for less memory and more time. The same holds for loop bodies that
+have a turning point of their own. Each form is a program with its own graph, and every search works on any of them. A
+question about a step is put to all its forms, and the best answer is taken. So loops and the rest of the step are
+compared by one liveness model and one sum of time.
 
-Gap: forms are a sample. Pairs of loops are exchanged one after another for smaller ones (`loops/choose.py`), and all
-bodies have the same share of what lies between their least and their plain peaks.
+Gap: the forms are a sample. Pairs of loops are replaced by smaller ones one after another (`loops/choose.py`), and all
+bodies get the same share of the range between their least and their plain peaks.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class Found:
 
     @property
     def extra_seconds(self) -> float:
-        """Time beyond that of the step as it was given; below 0 where loops that keep less are faster."""
+        """Time minus that of the original step, in seconds; negative where loops that save less are faster."""
         return self.prepared.extra_seconds + self.solution.extra_seconds
 
     @property
     def extra_flops(self) -> float:
-        """FLOPs beyond those of the step as it was given."""
+        """FLOPs minus those of the original step."""
         return self.prepared.extra_flops + self.solution.schedule.extra_flops(self.prepared.bridge.graph)
 
     @property
@@ -62,7 +62,7 @@ class Found:
         return not self.prepared.is_rewritten and not self.solution.schedule.recomputed
 
     def is_the_same_as(self, other: Found) -> bool:
-        """Whether the same step is written."""
+        """Whether both candidates emit the same step."""
         return self.prepared is other.prepared and self.solution.schedule == other.solution.schedule
 
 
@@ -95,26 +95,26 @@ class Forms:
 
     @functools.cached_property
     def all(self) -> tuple[Prepared, ...]:
-        """From the least to the most time of their loops; the step as it was given is one of them."""
+        """All forms, sorted by the time of their loops. The original step is one of them."""
         inside = LEVELS_INSIDE[:-1] if self.has_gain_inside else ()
         forms = {*self.to_least, *self.of_ways(self.ways), *(self.written(self.ways[0], level) for level in inside)}
         return tuple(sorted(forms, key=lambda form: form.extra_seconds))
 
     @functools.cached_property
     def to_least(self) -> tuple[Prepared, ...]:
-        """Those of `all` in which the least memory may be found: others are for budgets."""
+        """The part of `all` that can have the least memory. The others are for budgets."""
         ways = [way for way in self.ways if not way.for_budgets]
         return tuple(
             sorted({*self.of_ways(ways), self.written(self.ways[0], None)}, key=lambda form: form.extra_seconds)
         )
 
     def of_ways(self, ways: Iterable[LoopChoices]) -> Iterable[Prepared]:
-        """Forms with their loops and, where there is something to gain, their bodies written for the least memory."""
+        """Forms with these choices for their loops, and with bodies rewritten for the least memory where that gains."""
         return [self.written(way, 0.0 if self.has_gain_inside else None) for way in ways]
 
     @functools.cached_property
     def has_gain_inside(self) -> bool:
-        """Whether some body needs less when it is written again."""
+        """Whether rewriting loop bodies lowers the memory of some body."""
         return self.written(self.ways[0], 0.0).given is not None
 
     @remembered
@@ -124,12 +124,12 @@ class Forms:
 
     @functools.cached_property
     def in_our_order(self) -> Found:
-        """The step as it was given, written, with nothing computed again; see `Prepared.ordered`."""
+        """The original step in our order, with nothing recomputed; see `Prepared.ordered`."""
         ordered = self.given.unchanged.ordered
         return Found(ordered, ordered.problem.plain)
 
     def least(self) -> Found:
-        """The least memory with at most one extra forward pass, or two where loops need that for much less memory."""
+        """The least memory with at most one extra forward pass; with two where loops then need much less memory."""
         if len(self.to_least) == 1:
             return self.found(self.to_least[0], None)
         once, twice = (
@@ -139,7 +139,7 @@ class Forms:
         return twice if twice.peak <= (1 - WORTH_A_SECOND) * once.peak else once
 
     def limited(self, most: float) -> Iterable[Found]:
-        """The least memory of each form with at most a share of the step's FLOPs as extra ones."""
+        """The least memory of each form whose extra FLOPs are at most a share `most` of the step's FLOPs."""
         for number, form in enumerate(self.to_least):
             bearable = form.loops.most_extra if form.loops is not None else MOST_EXTRA
             flops = min(most, bearable) * self.given.bridge.graph.flops
@@ -167,7 +167,7 @@ class Forms:
         return best or smallest
 
     def frontier(self, budgets: int) -> tuple[Found, ...]:
-        """What no other schedule of any form beats in both memory and time, from the least memory to the least time.
+        """The Pareto front of all forms in memory and time, from the least memory to the least time.
 
         Args:
             budgets: for how many budgets between the least and the plain peak a solver other than "auto" is asked.
@@ -179,7 +179,7 @@ class Forms:
         return pareto_front(every)
 
     def found(self, form: Prepared, limit: int | None) -> Found:
-        """What the search says of one form; where nothing is recomputed and only our order keeps the limit, that."""
+        """Search one form. If nothing is recomputed and only our order meets the limit, the result has our order."""
         found = self._searched(form, limit)
         ordered = Found(form.ordered, found.solution)
         is_ours = limit is not None and found.runs_as_given and ordered.peak <= limit < found.peak
@@ -195,7 +195,7 @@ class Forms:
         return Found(form, self.answers[problem, limit])
 
     def frontier_of(self, form: Prepared, budgets: int) -> Sequence[Solution]:
-        """The schedules that the search knows of one form."""
+        """The search's schedules for one form, for all budgets."""
         problem = form.problem
         if self.solver == "auto":
             return search_of(problem).frontier

@@ -1,10 +1,11 @@
-"""What becomes of one signature of a function under `remat_opt.checkpoint`: a search, and the layout of its segments.
+"""Plans one signature of a function under `remat_opt.checkpoint`: a search, and the layout of its segments.
 
-Budgets here bound *residuals*: what is kept between the forward and the backward pass of one call. They are predicted.
+Budgets here bound the predicted *residuals*: the bytes saved between the forward and the backward pass of one call.
 
-A *loss* ends in few bytes: its backward pass follows its forward at once, so that its last segment's residuals need not
-be recomputed. Any other function is taken for a *layer*, of which there may be many before the backward pass comes;
-what one call keeps counts most, and is never more than its results, as with `jax.checkpoint` round the layer.
+A *loss* returns few bytes. Its backward pass follows its forward pass at once, so that the residuals of its last
+segment need no recomputation. Any other function is treated as a *layer*: many of them may run before the backward pass
+begins. So the residuals of one call count most, and are never more than its results, as with `jax.checkpoint` on the
+layer.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Steps that are divided among devices: what is computed again does not communicate again.
+"""Sharded steps: recomputation does not repeat collectives.
 
-The compiler that divides a step by its shardings adds collectives, which are in the compiled program alone. So both
-programs are compiled, the step as it was given and as it was planned, and where the second sends more arrays than the
-first, the step is planned again. Where weights that are divided are gathered more often, what is computed again reads
-them as they were gathered before (the step as it was given holds them, too); else the values for which arrays are sent
-are saved.
+The compiler partitions a step by its shardings and adds collectives, which only the compiled program shows. So both the
+original and the planned step are compiled, and if the planned step sends more arrays, it is planned again. If sharded
+weights are gathered more often, recomputation reads the arrays that were gathered before (the original step keeps them,
+too); otherwise the values for which arrays are sent are saved.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def _devices(sharding: Any) -> int:
 def without_repeats(
     decision: Decision, prepared: Prepared, decide_again: Callable[[Prepared, Measure], Decision], measure: Measure
 ) -> Decision:
-    """The decision whose compiled step sends no more arrays than the step as it was given, where one is found.
+    """Plan again until the compiled step sends no more arrays than the original step, or `MOST_ROUNDS` are over.
 
     Args:
         decision: the first one.

@@ -1,4 +1,4 @@
-"""What every way to plan a step has in common: searching its forms, asking the compiler, and the `Decision`."""
+"""Shared by all ways to plan a step: search its forms, ask the compiler, build the `Decision`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.version import __version__
 
 Measure = Callable[["Prepared", "Solution | None"], Figures]
-"""Compile the step with a solution (None: as it was given) for the target and read the compiler's figures."""
+"""Compile the step with a solution (None: the original step) for the target and read the compiler's figures."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,7 +55,7 @@ class Decision:
 
 
 class Decider:
-    """One step with what was asked for it.
+    """Plans one step with the user's settings.
 
     Args:
         prepared: the step as it was given.
@@ -79,7 +79,7 @@ class Decider:
         return found
 
     def measure(self, found: Found | None) -> Figures:
-        """The compiler's figures of a schedule, or of the step as it was given (None)."""
+        """Compile a candidate, or the original step (None), and return the compiler's figures."""
         assert self.compile is not None
         started = time.perf_counter()
         figures = self.compile(self.given, None) if found is None else self.compile(found.prepared, found.solution)
@@ -89,7 +89,7 @@ class Decider:
         return figures
 
     def measure_if_it_fits(self, found: Found | None) -> Figures | None:
-        """The same; None where the compiler refuses a step that is too large for the device, as a TPU's does."""
+        """Like `measure`; None if the compiler refuses a step that is too large for the device, as a TPU's does."""
         try:
             return self.measure(found)
         except CompilationOutOfMemory:

@@ -1,4 +1,4 @@
-"""`on_error="plain"`: where something of ours goes wrong, the step runs as it was given, and the plan says why."""
+"""`on_error="plain"`: if planning fails, the step runs unchanged, and the plan's note says why."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def of_symbolic_shapes(traced: Any, target: Target, settings: Settings, symbolic
 
 
 def unread(traced: Any, target: Target) -> Prepared:
-    """A step that is to run as it was given, of which nothing is known but its inputs: no model is asked of it."""
+    """A step that runs unchanged and of which only the inputs are known: it has no graph and no model."""
     closed_over = compat.closed_over_tracers(traced)
     avals = tuple(variable.aval for variable in compat.input_variables(traced.jaxpr))
     program = Program(avals, tuple(range(len(avals))), (), (), ())

@@ -1,4 +1,4 @@
-"""The loops of a step: what is chosen for them, and the step with them written again."""
+"""Plans the loops of a step and rewrites them."""
 
 from __future__ import annotations
 

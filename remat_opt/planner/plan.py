@@ -1,4 +1,4 @@
-"""`Plan`: what was decided for one program, to be read, saved, loaded, edited and used again."""
+"""`Plan`: the decision for one program, which can be printed, saved, loaded, edited and reused."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PlanError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Prediction:
-    """What the models say of a plan, without compiling.
+    """The models' figures for a plan; nothing is compiled for them.
 
     Attributes:
         plain_peak_bytes: peak of temporary memory of the step as it was given.
@@ -88,12 +88,12 @@ class Plan:
         loop_bodies: how many bodies of loops were written again.
         inside_loops: the share of what lies between their least and their plain peak that they may need; None where
             none was written again.
-        gathers_once: of a step that is divided among devices: what is computed again reads the weights that it needs
-            whole as they were gathered before.
-        rewritten: whether operations have another form than in the step as it was given; then it is written even where
+        gathers_once: for a sharded step: recomputation reads the weights that were gathered before, instead of
+            gathering them again.
+        rewritten: whether some operations differ from those of the original step. Then the step is emitted even if
             nothing is recomputed.
-        in_our_order: nothing is recomputed and no operation has another form, and yet the step is written: its order,
-            which compilers are told, is what spares memory.
+        in_our_order: nothing is recomputed and no operation differs, but the step is emitted in our order, which alone
+            saves memory.
     """
 
     fingerprint: str

@@ -1,8 +1,8 @@
-"""Plans beside JAX's persistent compilation cache: a second process finds the plan as it finds the executable.
+"""Stores plans next to JAX's persistent compilation cache, so that a second process finds plan and executable.
 
-With `jax_compilation_cache_dir` set to a local folder, a plan that took at least
-`jax_persistent_cache_min_compile_time_secs` to make is a file in `remat_opt_plans` there. Its name is a digest of all
-that was planned for. A file that is not such a plan, or a damaged one, is ignored and written anew.
+If `jax_compilation_cache_dir` is a local folder, a plan that took at least `jax_persistent_cache_min_compile_time_secs`
+to make is saved in its `remat_opt_plans`. The file name is a digest of everything that the plan depends on. A file that
+is damaged or has no such plan is ignored and overwritten.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Planning: from a captured program to a `Decision`, with the compiler's word where a promise needs it.
+"""Planning: from a captured program to a `Decision`, checked by the compiler where a budget needs it.
 
-This module knows the stages from capture to plan; `optimized.py` knows how a decision gets into a jitted function.
+This module has the stages from capture to plan; `callable/function.py` puts a decision into a jitted function.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def run_as_given(prepared: Prepared, settings: Settings, note: str) -> Decision:
 
 
 def decision_of(found: Found, settings: Settings) -> Decision:
-    """The decision for a schedule that was found elsewhere; nothing is compiled."""
+    """The decision for a schedule that another search found; nothing is compiled."""
     return Decider(found.prepared.given or found.prepared, settings, None).decision(found)
 
 
@@ -83,7 +83,7 @@ def least_memory(decider: Decider) -> Decision:
 
 
 def is_clear(decider: Decider, found: Found) -> bool:
-    """Whether a schedule needs less than the step as it was given by whatever a compiler says."""
+    """Whether a schedule is predicted to need so much less than the original step that no compilation is needed."""
     given = decider.given
     # With the user's own checkpoints the step as given may need less than our model of it without them says.
     if given.captured.program.entered_checkpoints:
@@ -96,7 +96,7 @@ def is_clear(decider: Decider, found: Found) -> bool:
 
 
 def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_with_plain: bool) -> Decision:
-    """The candidate that needs least when it is compiled, where asked for only if plain needs more."""
+    """Compile candidates, take the smallest. With `compare_with_plain`, keep the original step if nothing is gained."""
     plain = decider.measure_if_it_fits(None) if compare_with_plain else None
     different: list[Found] = []
     for candidate in candidates:
@@ -122,10 +122,10 @@ def by_the_compiler(decider: Decider, candidates: Sequence[Found], *, compare_wi
 
 
 def take_over(decider: Decider, plan: Plan) -> Decision:
-    """The decision of a plan of the user's.
+    """The decision that a user's plan describes.
 
     Raises:
-        PlanError: it is for another program, or damaged.
+        PlanError: the plan is for another program, or damaged.
     """
     check_fit(plan, decider.given.fingerprint, decider.given.inputs, len(decider.given.captured.program.equations))
     note = made_elsewhere(plan, decider.given.target.name) or plan.note
@@ -151,7 +151,7 @@ def take_over(decider: Decider, plan: Plan) -> Decision:
 
 
 def made_elsewhere(plan: Plan, target: str) -> str:
-    """What a plan was made with that is not what there is here, in words; empty where it was made with the same."""
+    """The versions and the target of a plan that differ from the present ones, as text; empty if none does."""
     here = versions()
     elsewhere = [f"{name} {found}" for name, found in plan.versions.items() if here.get(name) != found]
     if plan.target != target:
@@ -160,7 +160,7 @@ def made_elsewhere(plan: Plan, target: str) -> str:
 
 
 def solution_of(plan: Plan, prepared: Prepared) -> Solution:
-    """The schedule of a plan, or, where its saved set was edited, the one derived from that."""
+    """The schedule of a plan; derived again if the plan's saved set was edited."""
     problem = prepared.problem
     unknown = [v for v in plan.choice.saved if not 0 <= v < len(problem.graph.sizes)]
     if unknown:
@@ -173,7 +173,7 @@ def solution_of(plan: Plan, prepared: Prepared) -> Solution:
 
 
 def edited_choice(plan: Plan, prepared: Prepared) -> Choice:
-    """A plan's choice with the tensors that it names as the saved ones."""
+    """A plan's choice, with the tensors named under `saved` as its saved values."""
     program = prepared.bridge.program
     names = name_values(program, range(len(program.avals)))
     by_name = {name: value for value, name in names.items()}

@@ -34,9 +34,9 @@ class Prepared:
         bridge: its graph.
         target: whose costs the graph has.
         seconds: time spent on each stage so far.
-        given: where loops were written again, the program as it was before.
-        loops: what was chosen for the loops.
-        in_our_order: it is written even where nothing is recomputed, so that compilers are told an order.
+        given: the original program, if loops were rewritten; else None.
+        loops: the choices for the loops.
+        in_our_order: emit the step even if nothing is recomputed, to fix its order for the compiler.
     """
 
     captured: Captured
@@ -49,13 +49,15 @@ class Prepared:
 
     @property  # not cached: the copy caches this step as its original, and the two would keep each other alive
     def ordered(self) -> Prepared:
-        """The same step, to be written even where nothing is recomputed: updates come as soon as they can, compilers
-        are told the order of what they would do otherwise, and are asked to save memory. That alone may spare half of
-        the memory."""
+        """The same step, emitted in our order even if nothing is recomputed.
+
+        Updates run as early as they can, barriers fix the order, and the compiler is asked to save memory. This alone
+        may save half of the memory.
+        """
         return self if self.is_rewritten else self._the_same_but(in_our_order=True)
 
     def _the_same_but(self, **changes: Any) -> Prepared:
-        """A copy with what searches remember of the graph, for changes that leave the graph as it is."""
+        """A copy with changed fields that shares what the searches have cached for the graph, which stays the same."""
         same = dataclasses.replace(self, **changes)
         same.__dict__["problem"] = self.problem
         if same.is_rewritten:
@@ -63,10 +65,10 @@ class Prepared:
         return same
 
     def written(self, loops: LoopChoices, inside: float | None, keep_checkpoints: bool = False) -> Prepared:
-        """The same step with its loops written as was chosen.
+        """The same step with its loops rewritten as chosen.
 
         Args:
-            loops: what was chosen for its pairs.
+            loops: the choices for its pairs.
             inside: None leaves the bodies of loops as they are. Else those that have a turning point get segments, for
                 this share of what lies between their least and their plain peak.
             keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
@@ -106,17 +108,17 @@ class Prepared:
 
     @property
     def is_divided(self) -> bool:
-        """Whether it runs on several devices. Its graph has the sizes on all of them together."""
+        """Whether the step runs on several devices. Its graph then has the sizes summed over all of them."""
         return self.captured.program.marks is not None
 
     @property
     def is_rewritten(self) -> bool:
-        """Whether it is written even where nothing is recomputed."""
+        """Whether the step is emitted even if nothing is recomputed."""
         return self.in_our_order or self.is_reformed
 
     @functools.cached_property
     def is_reformed(self) -> bool:
-        """Whether operations have another form than in the step as it was given."""
+        """Whether some operations differ from those of the original step."""
         ours, given = (
             [one.primitive for one in program.equations] for program in (self.bridge.program, self.captured.given)
         )
@@ -124,7 +126,7 @@ class Prepared:
 
     @property
     def unchanged(self) -> Prepared:
-        """The step as it was given, of which nothing is written."""
+        """The original step, which is not rewritten at all."""
         if self.given:
             return self.given.unchanged
         return self._original if self.is_rewritten else self  # cached by itself it would be in a reference cycle
@@ -140,17 +142,17 @@ class Prepared:
 
     @property
     def extra_seconds(self) -> float:
-        """Estimated time beyond that of the step as it was given, before anything else is recomputed."""
+        """Estimated time minus that of the original step, before anything else is recomputed."""
         return self.bridge.graph.seconds - self.unchanged.bridge.graph.seconds
 
     @property
     def extra_flops(self) -> float:
-        """The same in FLOPs."""
+        """FLOPs minus those of the original step, before anything else is recomputed."""
         return self.bridge.graph.flops - self.unchanged.bridge.graph.flops
 
     @property
     def rates(self) -> Rates:
-        """What the target can do."""
+        """The target's bandwidth and FLOP rates."""
         return _rates_of(self.target)
 
     @functools.cached_property
@@ -182,11 +184,11 @@ class Prepared:
         return self.in_memory(peak_of(self.plain_graph))
 
     def in_memory(self, live: int) -> int:
-        """Bytes of the device's memory for so many live ones: on a TPU some are on the chip, at most every second."""
+        """Bytes in the device's memory if `live` bytes are live. On a TPU up to half of them may be on the chip."""
         return live - min(self.target.on_chip_bytes, live // 2)
 
     def live_within(self, limit: int) -> int:
-        """The most live bytes for so many of the device's memory."""
+        """The most bytes that may be live if the device's memory has `limit` bytes; the inverse of `in_memory`."""
         return limit + min(self.target.on_chip_bytes, limit)
 
     @property

@@ -1,8 +1,7 @@
-"""Several processes that plan the same step: each plans for itself, and all come to the same schedule.
+"""Several processes plan the same step: each plans for itself, and all arrive at the same schedule.
 
-A search depends on nothing but the graph and the budget, so that nothing has to be sent. The exception is a search with
-a time limit, which may get further on one host than on another: what it finds is decided by process 0, and the others
-take that.
+A search depends only on the graph and the budget, so that nothing has to be sent. The exception is a search with a time
+limit, which may get further on one host than on another: process 0 searches and broadcasts the result.
 """
 
 from __future__ import annotations

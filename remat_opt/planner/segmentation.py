@@ -1,7 +1,7 @@
-"""From a function before differentiation to the segments that `remat_opt.checkpoint` writes.
+"""Divides a function, before differentiation, into the segments that `remat_opt.checkpoint` emits.
 
-The function is differentiated once, symbolically: forward and backward become one program, with cotangents as inputs.
-Names tie the values of the function to those of that program; the search sees only the latter.
+The function is differentiated once, symbolically: forward and backward pass become one joint program, with cotangents
+as inputs. Names map the values of the function to those of the joint program. The search sees only the joint program.
 """
 
 from __future__ import annotations

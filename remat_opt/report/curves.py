@@ -1,4 +1,4 @@
-"""Live memory over the time of a step: the curve that both the text and the picture draw."""
+"""The curve of live memory over the time of a step, for the text and for the picture."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ class Explanation(Findings):
 
 
 def explain(decision: Decision) -> Explanation:
-    """Gather what there is to say of a decision."""
+    """Build the explanation of a decision."""
     prepared, solution = decision.prepared, decision.solution
     return Explanation(
         plan=decision.plan,

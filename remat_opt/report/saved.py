@@ -50,7 +50,7 @@ class Group:
 
 
 def held_values(plan: Plan, liveness: Liveness, values: Iterable[int]) -> list[int]:
-    """Those of the saved values that are in memory when a recomputed run begins.
+    """The saved values that are live when a recomputed run begins.
 
     The others cost nothing: they are fused into their readers, returned by the step, or read for the last time before
     anything is recomputed.
@@ -72,7 +72,7 @@ def held_values(plan: Plan, liveness: Liveness, values: Iterable[int]) -> list[i
 
 
 def saved_groups(plan: Plan, graph: Graph, names: Mapping[int, str]) -> list[Group]:
-    """Saved tensors, given with their names, in groups, those with the most bytes first."""
+    """Group similar saved tensors; the groups with the most bytes come first."""
     reasons = reasons_of(plan, graph, names)
     together: dict[tuple[str, int, Reason], list[int]] = {}
     for value in sorted(names):
@@ -86,7 +86,7 @@ def saved_groups(plan: Plan, graph: Graph, names: Mapping[int, str]) -> list[Gro
 
 
 def reasons_of(plan: Plan, graph: Graph, values: Iterable[int]) -> dict[int, Reason]:
-    """Why each saved value is kept, read off the schedule: who reads it, and in which segment."""
+    """Why each saved value is saved. The schedule tells: who reads the value, and in which segment."""
     first_runs = [op for run in plan.schedule.runs if not run.recomputed for op in run.ops]
     position = {op: at for at, op in enumerate(first_runs)}
     cuts = sorted({*plan.choice.cuts, *plan.choice.turning_points})
@@ -114,7 +114,7 @@ def _flops_of(graph: Graph, values: Sequence[int]) -> float:
 
 
 def join_names(names: Sequence[str]) -> str:
-    """Names that differ in numbers only as one: block1/relu and block2/relu → block{1-2}/relu."""
+    """Join names that differ only in numbers: block1/relu and block2/relu → block{1-2}/relu."""
     texts = _NUMBER.split(names[0])
     columns = [set(column) for column in zip(*(_NUMBER.findall(name) for name in names), strict=True)]
     numbers = [min(column) if len(column) == 1 else _ranges(sorted(map(int, column))) for column in columns]

@@ -1,4 +1,4 @@
-"""The same program in another form, before anything is planned.
+"""Rewrites of a program that need less memory, applied before planning.
 
 Each file takes a `Program` and returns one with the same results: `pooling.py` (max-pooling's backward pass without a
 scatter), `one_hot.py` (cross entropy without a scatter), `masks.py` (a rectifier's mask from its output),

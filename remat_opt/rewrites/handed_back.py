@@ -1,7 +1,7 @@
-"""Results of loops that are their operands: stacks that a `scan` hands back slice by slice, carries that stay the same.
+"""Removes loop results that equal a loop operand: stacks that a `scan` returns unchanged, and unchanged carries.
 
-`nnx.scan` hands the state of a module back in this way, and the optimizer's update reads it. XLA copies such a stack
-slice by slice into another one; who reads it may as well read what went in.
+`nnx.scan` returns the state of a module in this way, and the optimizer's update reads it. XLA copies such a stack slice
+by slice. Its readers can read the operand instead.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Where a rectifier was positive: asked of its output instead of its input, where that frees the input.
+"""Computes the mask of a rectifier from its output instead of its input, if that frees the input.
 
-`jax.nn.relu` is differentiated by the mask `x > 0` of its input. Its output says the same, bit for bit, and is kept for
-the next layer anyway. Where `x` is a convolution or product with at most a bias added, nothing else of the backward
-pass reads it, and with the output's mask it need not be kept or made again (as under a normalisation, which needs its
-own input in any case). A compiler would simplify the new mask back to the old one; so the output is marked as one to be
-read behind a barrier.
+The derivative of `jax.nn.relu` uses the mask `x > 0` of its input. The mask of the output is the same, bit for bit, and
+the output is saved for the next layer anyway. If `x` is a convolution or product, with at most a bias added, the rest
+of the backward pass does not read it. Then `x` needs neither saving nor recomputation. (A normalisation needs its own
+input in any case.) The compiler would simplify the new mask back to the old one, so the output is read after a barrier.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 `jnp.take_along_axis` with one index for each row, as in a cross entropy with integer labels, is differentiated into a
 scatter of one number into each row of an array of zeros, as large as the array that was picked from: all logits. No
-compiler fuses a scatter, so that its result is stored, beside the logits. Compared with the index, each place says
-itself whether it has the number: that is elementwise, is fused, and is not stored. The values are the same, an index
-out of bounds included (but a number that is minus zero stays so).
+compiler fuses a scatter, so that its result is stored besides the logits. Comparing each position with the index is
+elementwise instead: it is fused and never stored. The values are the same, also for an index out of bounds (but minus
+zero stays minus zero).
 
-On the CPU the scatter stays: other fusions round otherwise there, and the step's results would not have the same bits.
+On the CPU the scatter stays: different fusions round differently there, and the results would not be bit-identical.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The searches: each takes a `Problem` (a graph) and a budget in bytes, and returns a `Solution`. No JAX.
 
-`problem.py` says what every search gets and gives; a new solver is a file with `solve(problem, budget)` and an entry in
-`SOLVERS`. `auto.py` is what users get. It asks `families.py` for plans of several models (`cuts.py`, `segments.py`,
-`stages.py`, `nested.py`, `rotor.py`), and improves the schedule itself (`moves.py`, `polish.py`, `forgetting.py`). The
-papers' algorithms have one file each: `chen.py`, `feng_huang.py`, `hong.py`, `lower_sets.py`; `milp.py` is exact.
+`problem.py` defines the input and output of every search. A new solver is a file with `solve(problem, budget)` and an
+entry in `SOLVERS`. `auto.py` is the default. It generates candidates by several models (`families.py`, with `cuts.py`,
+`segments.py`, `stages.py`, `nested.py`, `rotor.py`), and improves their schedules by local search (`moves.py`,
+`polish.py`, `forgetting.py`). Each published algorithm has a file: `chen.py`, `feng_huang.py`, `hong.py`,
+`lower_sets.py`. `milp.py` is exact.
 """
 
 from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, milp, rotor

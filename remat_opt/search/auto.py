@@ -1,28 +1,23 @@
-"""The search that a user gets: the best of several models, and then the schedule itself, value by value.
+"""The default search: candidates from several models, then local search on the schedule, value by value.
 
-*Structures* are schedules of little memory, which say where segments begin: segments of least memory, with and without
-later residuals beside a segment; nested plans; strategies of lower sets (`lower_sets.py`).
+1. *Structures* are schedules of little memory; they say where segments begin. They come from segments of least memory
+   (with and without counting later residuals beside a segment), nested plans, and lower sets (`lower_sets.py`).
+2. *Candidate generators* (`families.py`). For a budget: segments with options, and nested plans on small steps or if no
+   segments fit. Each model orders its plans from least memory to least time; those that just fit are found by
+   simulation. On small steps the answers of the other solvers join the frontier, on larger ones those of lower sets.
+3. *Dear results* (`dear.py`). Segments that save the results of products and the like, and nothing else.
+4. *Several peaks.* If the remaining peak lies elsewhere (a second forward and backward pass, as in a GAN step),
+   segments are added there, as long as the peak falls.
+5. *Local search.* `moves.fill` drops recomputation from each structure and candidate, value by value, while the budget
+   allows it. From the structures of least memory `polish.descend` lowers one peak after another, value by value. On
+   very small steps `polish.py` looks for arbitrary schedules for each budget.
 
-*Families* (`families.py`). For a budget, segments with options and, on small steps or where these do not fit, nested
-plans, each ordered by its model from least memory to least time: those that just fit, by simulation, are taken. On
-small steps the other solvers' answers join the frontier, too, on larger ones those of lower sets.
+One table has the costs of all pairs of cuts, so that identical blocks need no special treatment.
 
-*Dear results* (`dear.py`). Segments that keep the results of products and the like, and nothing else.
-
-*Several peaks.* Where the peak that remains lies elsewhere (a second forward and backward pass, as in a GAN step),
-segments there are added, as long as the peak falls.
-
-*Moves.* Each structure and each family's plan is filled: `moves.fill` takes repeats out of the schedule, value by
-value, while the budget allows it. From the least memory of the structures `polish.descend` goes on down, value by value
-at one peak after another; on very small steps `polish.py` looks for schedules of any form for each budget.
-
-Nothing is solved block by block: a table has the costs of all pairs of cuts at once, so that identical blocks cost no
-more than different ones.
-
-The answer is a frontier: schedules for `LEVELS` budgets between the least and the plain peak, between each two of these
-what a descent from the larger finds, and in the gaps that remain what can be saved from the smaller on; none is beaten
-in both memory and time. A budget picks from it, so that more memory never costs more time. Without a budget the answer
-is the least memory with at most one extra forward pass of time.
+The result is a Pareto frontier in memory and time. It has schedules for `LEVELS` budgets between the least and the
+plain peak; between two of them, what a descent from the larger finds; and in the remaining gaps, what can be saved from
+the smaller one. A budget picks from the frontier, so that more memory never costs more time. Without a budget the
+answer is the least memory with at most one extra forward pass of time.
 
 Gap: ops of first runs keep their order.
 """
@@ -81,7 +76,7 @@ def _different(solutions: Iterable[Solution]) -> list[Solution]:
 
 
 class Search:
-    """All that was found for a problem; nothing in it depends on what was asked before."""
+    """The search for one problem. Results are cached and do not depend on the order of the calls."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -95,9 +90,9 @@ class Search:
 
     @functools.cached_property
     def low_end(self) -> list[Solution]:
-        """From the least peak at any cost to one with at most one extra forward pass, and from there value by value.
+        """`low_levels`, and descents from those within one extra forward pass, value by value.
 
-        What has more FLOPs left to spend may get lower than what is lowest before.
+        A start with more FLOPs left to spend may end lower than the start that is lowest.
         """
         starts = [one for one in pareto_front(filter(self.is_one_pass, self.low_levels)) if self.is_near(one)]
         ends = dict.fromkeys((starts[0], starts[-1]))
@@ -147,10 +142,10 @@ class Search:
 
     @functools.cached_property
     def most_barriers(self) -> Solution:
-        """Of one level of segments with no more memory than `least` has, about, what repeats most.
+        """The schedule of one level of segments that repeats most and needs about as much memory as `least`.
 
-        Each repeat waits behind a barrier, and barriers hold a compiler to the order in which the model believes. Where
-        the model gives repeats no merit, a compiler may.
+        Each repeat waits at a barrier, and barriers hold the compiler to the order of the model. So repeats that do not
+        help in the model may still help when the step is compiled.
         """
         low = [one for one in self.one_level if one.peak <= self.least.peak * _ABOUT and self.is_one_pass(one)]
         return max(low, key=lambda one: one.extra_seconds, default=self.least)

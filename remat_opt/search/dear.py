@@ -1,9 +1,9 @@
-"""Segments that keep all dear results (of products, convolutions, reductions, opaque ops), and nothing else.
+"""Segments that save all dear results (of products, convolutions, reductions, opaque ops), and nothing else.
 
-It is what `jax.checkpoint_policies.dots_saveable` keeps, but made again segment by segment. Segments with options
-(`segments.py`) come near, but save what crosses their ends, too: in a residual network the sum at the end of a block,
-which elementwise work alone makes again. Where that work is little beside the products nothing is faster for a large
-budget.
+`jax.checkpoint_policies.dots_saveable` saves the same, but here the rest is recomputed segment by segment. Segments
+with options (`segments.py`) come near, but they also save the values that cross their ends: in a residual network the
+sum at the end of a block, which elementwise work alone can recompute. If that work is small compared to the products,
+nothing is faster for a large budget.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Families of plans: what one model of a step offers, from least memory to least time.
+"""Candidate generators: the plans of one model of a step, from least memory to least time.
 
-A model's peak and the simulated one differ, so that of each family those plans are simulated whose peaks come near a
-budget.
+A model's peak and the simulated peak differ. So the plans whose peaks come near a budget are simulated.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""A value forgotten over a gap and made again behind it: the move of which `polish.py` makes schedules of any form.
+"""Local search: evict a value over a gap and recompute it afterwards. `polish.py` combines these moves.
 
-A gap of a buffer is the time between two of its events in which nobody needs it.
+A gap of a buffer is the time between two of its events in which nothing reads it.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ class Gaps:
                 yield Gap(buffer, read)
 
     def forget(self, gap: Gap, *, extend: int, budget: int = 0) -> Forgetting | None:
-        """Forget a buffer over a gap and make its value again behind it.
+        """Evict a buffer over a gap and recompute its value at the end of the gap.
 
-        What that needs and is forgotten by then is made again with it, or, where that costs no more than `extend` bytes
-        at any moment, kept until there. None where the value cannot be made again there.
+        Values needed for that which are gone by then are recomputed with it, or kept until then if the peak of the
+        bytes live in between stays within `extend`. Returns None if the value cannot be recomputed there.
         """
         graph, lives, every = self.problem.graph, self.lives, self.solution.occurrences
         always_there = self.always_there

@@ -1,9 +1,9 @@
 """The forward part of a step as a small graph of buffers, for searches that know forward graphs only.
 
 The *turning point* is found by *gaps*: a buffer's gap is its longest idle time between two of its events (its birth and
-its reads). What the forward pass makes and the backward pass reads is idle across the turning point, and the gaps of
-such residuals lie one in another. The plain step's peak is a worse guide: in a VGG it comes well behind the turning
-point, where few bytes of residuals have been freed and the cotangents have grown.
+its reads). A residual, which the forward pass makes and the backward pass reads, is idle across the turning point, and
+the gaps of residuals are nested. The plain step's peak is a worse guide: in a VGG it comes well after the turning
+point, when few bytes of residuals have been freed and the cotangents have grown.
 
 Vertices are the ops before it that a recomputation could need. These are none:
 - results of the step and of ops that may not run twice: they are there in any case;

@@ -1,7 +1,7 @@
-"""Small changes of a schedule: an op's repeat taken out.
+"""Local search: drop the recomputation of single ops from a schedule.
 
-Searches over segments decide by kind of op and by cut; these moves decide by value, on the simulated schedule itself.
-`fill` uses what a budget leaves: it takes repeats out as long as the schedule fits. The opposite move is in
+Searches over segments decide by kind of op and by cut. These moves decide by value, on the simulated schedule. `fill`
+uses the memory that a budget leaves: it drops repeats as long as the schedule fits. The opposite move is in
 `forgetting.py`.
 """
 

@@ -1,7 +1,7 @@
-"""Schedules of any form: values forgotten over gaps and made again (`forgetting.py`), one after another.
+"""Local search on arbitrary schedules: evict values over gaps and recompute them (`forgetting.py`), one by one.
 
-`descend` does so at one peak after another, on steps of any size. On small steps `lower` does it until a budget is met,
-by a beam search, and `shorten` exchanges: one value is forgotten, and what that frees is filled (`moves.fill`).
+`descend` lowers one peak after another, on steps of any size. On small steps `lower` evicts until a budget is met, by a
+beam search, and `shorten` exchanges: it evicts one value and uses the freed bytes to drop repeats (`moves.fill`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every search is given and what it returns."""
+"""The input (`Problem`) and the output (`Solution`) of every search."""
 
 from __future__ import annotations
 

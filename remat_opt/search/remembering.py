@@ -1,4 +1,4 @@
-"""Answers that are kept as long as the object that gave them, and no longer."""
+"""A cache for methods whose entries live exactly as long as the object."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 def remembered(method: Method) -> Method:
-    """A method that works out each answer once for each object and its arguments, which are given by position.
+    """Cache the results of a method for each object and positional arguments.
 
-    `functools.cache` on a method would keep every object that was ever asked, with its graph and schedules.
+    `functools.cache` on a method would keep every object alive, with its graph and schedules.
     """
     name = f"_answers_of_{getattr(method, '__name__', '')}"
 

@@ -1,4 +1,4 @@
-"""How a long search tells how far it is, to whoever watches it."""
+"""Progress of a long search, reported to a callback."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _watcher: contextvars.ContextVar[Callable[[float], None] | None] = contextvars.C
 
 @contextlib.contextmanager
 def watched_by(watcher: Callable[[float], None]) -> Iterator[None]:
-    """Let `watcher` be told, in this thread and context, what share of a search is done."""
+    """Report the finished share of a search to `watcher`, in this thread and context."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -20,7 +20,7 @@ def watched_by(watcher: Callable[[float], None]) -> Iterator[None]:
 
 
 def done(share: float) -> None:
-    """Tell the watcher, if there is one, that a share (0 to 1) of the search is done."""
+    """Report that a share (0 to 1) of the search is done, if there is a watcher."""
     watcher = _watcher.get()
     if watcher is not None:
         watcher(share)
@@ -28,7 +28,7 @@ def done(share: float) -> None:
 
 @contextlib.contextmanager
 def part(number: int, count: int) -> Iterator[None]:
-    """What is done inside is one of `count` searches of about the same length, the one with this number (from 0)."""
+    """A context for search `number` (from 0) of `count` searches of about the same length."""
     watcher = _watcher.get()
     if watcher is None:
         yield
