@@ -155,7 +155,7 @@ def save(results: dict[str, dict], file: Path) -> None:
     results_file.save(file, results, (row.key for row in BUDGET_ROWS), to_markdown)
 
 
-def run_apart(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
+def run_in_process(row: Row, budgets: list[float]) -> Iterator[dict[str, Any]]:
     """`measure_row` in a process of its own; what comes before that fails is kept."""
     command = [sys.executable, "-m", "benchmarks.budgets", "--row", json.dumps([row, budgets])]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -201,7 +201,7 @@ def main() -> None:
         if options.network not in (None, row.network) or options.target not in (None, row.target) or not budgets:
             continue
         print(row.key, flush=True)
-        for message in run_apart(row, budgets):
+        for message in run_in_process(row, budgets):
             results = add(load(options.results), row, message)
             save(results, options.results)
             budget = str(message["budget"])

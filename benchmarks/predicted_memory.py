@@ -151,7 +151,7 @@ def measure_row(row: Row) -> dict[str, Any]:
     }
 
 
-def foresee_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
+def predict_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
     """A row with the predictions of today, and what was compiled, if its plan is the one that was: as many FLOPs to the
     last digit. What runs as it was given now takes what that takes. Else plan and compile it again."""
     import remat_opt
@@ -165,7 +165,7 @@ def foresee_row(row: Row, kept: dict[str, Any]) -> dict[str, Any]:
     if plan.is_plain and not as_given and row.target != "cpu":  # which has options of ours, the others have none
         unchanged = {**kept["measured"], "optimized": kept["measured"]["plain"]}
         kept, as_given = {**kept, "measured": unchanged, "extra_flops": 0.0}, True
-    if as_given and not plan.in_our_order:  # nothing was to gain, maybe by the compiler's word
+    if as_given and not plan.reordered:  # nothing was to gain, maybe by the compiler's word
         found["optimized"] = found["plain"]
     elif as_given or kept["extra_flops"] != predicted.extra_flops / predicted.flops:
         return measure_row(row)
@@ -239,8 +239,8 @@ def save(results: dict[str, dict], file: Path) -> None:
     results_file.save(file, results, (row.key for row in ROWS), to_markdown)
 
 
-def run_apart(row: Row, kept: dict[str, Any] | None = None) -> dict[str, Any] | None:
-    """`measure_row`, or with what is kept `foresee_row`, in a process of its own; None where that fails."""
+def run_in_process(row: Row, kept: dict[str, Any] | None = None) -> dict[str, Any] | None:
+    """`measure_row`, or with what is kept `predict_row`, in a process of its own; None where that fails."""
     command = [sys.executable, "-m", "benchmarks.predicted_memory", "--row", json.dumps([row, kept])]
     finished = subprocess.run(command, capture_output=True, text=True, check=False)
     if finished.returncode:
@@ -261,7 +261,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.row:
         fields, kept = json.loads(options.row)
-        print(json.dumps(foresee_row(Row(*fields), kept) if kept else measure_row(Row(*fields))))
+        print(json.dumps(predict_row(Row(*fields), kept) if kept else measure_row(Row(*fields))))
         return
     for row in ROWS:
         wanted = options.network in (None, row.network) and options.target in (None, row.target)
@@ -269,7 +269,7 @@ def main() -> None:
         if not wanted or (kept and not options.again and not options.foresee):
             continue
         print(row.key, flush=True)
-        result = run_apart(row, kept if options.foresee else None)
+        result = run_in_process(row, kept if options.foresee else None)
         if result is not None:
             save({**load(options.results), row.key: result}, options.results)
     print(to_markdown(load(options.results)))

@@ -52,7 +52,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
         try:
             result = None
             if request.foresee:
-                result = variants.foresee_variant(row, variant, request.target, known, plain_flops)
+                result = variants.predict_variant(row, variant, request.target, known, plain_flops)
             if result is None:
                 result = variants.measure_variant(row, variant, request.target, known, plain_flops)
         except Exception as error:  # one variant's failure is told in the table, and the others are measured

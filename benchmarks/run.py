@@ -48,7 +48,7 @@ def planned_of(row: Row, results: Results) -> list[str]:
     return [variant for variant in found if is_planned(variant) and "error" not in found[variant]]
 
 
-def run_apart(request: Request, time_limit: float) -> Iterator[dict[str, Any]]:
+def run_in_process(request: Request, time_limit: float) -> Iterator[dict[str, Any]]:
     """The messages of `benchmarks.row` in a process of its own.
 
     Where that dies or takes too long, the variant it was at has failed, and a new process goes on with the next.
@@ -148,7 +148,7 @@ def run_table(
         if not wanted and not steps:
             continue
         request = Request(table, row.key, target, wanted, known.get(row.key, {}), steps, foresee)
-        for message in run_apart(request, time_limit):
+        for message in run_in_process(request, time_limit):
             if "begins" in message:
                 tell(f"{row.key}, {message['begins']}", 0)
                 continue

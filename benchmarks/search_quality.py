@@ -54,7 +54,7 @@ def row_of(name: str, cases: list[Optimum]) -> tuple[str, ...]:
     peaks, times, asked = [], [], 0
     for case in cases:
         problem = Problem(case.graph)
-        least = search_of(problem).least_at_any_cost if name == "auto" else SOLVERS[name](problem, None)
+        least = search_of(problem).minimum_at_any_cost if name == "auto" else SOLVERS[name](problem, None)
         peaks.append(least.peak / case.peak)
         for budget, seconds in case.seconds.items():
             solution = SOLVERS[name](problem, budget)

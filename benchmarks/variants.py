@@ -125,7 +125,7 @@ def _budget_of(text: str, known: Mapping[str, Mapping[str, Any]]) -> int | float
     return known[text]["physical_peak_bytes"]
 
 
-def foresee_variant(
+def predict_variant(
     row: Row, variant: str, target: str, known: Mapping[str, Mapping[str, Any]], plain_flops: float
 ) -> dict[str, Any] | None:
     """What is known of a variant, with the predictions of today, if its plan is the one that was measured.

@@ -44,16 +44,16 @@ def optimize(
         budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
             as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
             (temporary + arguments + outputs − aliased, as the compiler reports it) fits; a float in (0, 1] for a
-            fraction of the compiled temporary memory of the step as given. It is checked against the compiled step.
+            fraction of the compiled temporary memory of the original step. It is checked against the compiled step.
         target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
         verify: compile to check budgets, and without one where predictions leave it open whether less is needed than
-            for the step as given. False plans without compiling and promises nothing.
+            for the original step. False plans without compiling and promises nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
             entered, and the search is free to choose better.
-        on_error: "raise", or "plain" to run the step as given, with a warning, where planning fails.
-        repeat_collectives: let devices communicate again for what is computed again. By default the results of explicit
+        on_error: "raise", or "plain" to run the original step, with a warning, where planning fails.
+        repeat_collectives: let devices communicate again for what is recomputed. By default the results of explicit
             collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
             that what they are for is saved where they have become more (not with `verify=False`).
         **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound

@@ -12,7 +12,7 @@ import numpy as np
 from jax.extend import core
 
 from remat_opt import InfeasibleBudget, optimize
-from remat_opt.planner.candidates import Forms, Found
+from remat_opt.planner.candidates import Candidate, Variants
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.planning import decide, decision_of
 from remat_opt.planner.prepared import Prepared, prepare
@@ -51,16 +51,16 @@ def prepared_of(program: RandomProgram, target: str) -> Prepared:
     return prepare(captured, resolve_target(target))
 
 
-def found_for(prepared: Prepared, how: How) -> Found:
+def found_for(prepared: Prepared, how: How) -> Candidate:
     """The schedule that is searched for; its peak is within what it was asked for."""
-    forms, plain = Forms(prepared, how.solver), prepared.problem.plain.peak
+    variants, plain = Variants(prepared, how.solver), prepared.problem.plain.peak
     if how.share is None:
-        found = forms.least()
+        found = variants.minimum_memory()
     else:
-        found = least = forms.within(0)
+        found = least = variants.within(0)
         if how.share >= 0:
             limit = int(least.peak + how.share * (plain - least.peak))
-            found = forms.within(limit)
+            found = variants.within(limit)
             assert found.peak <= max(limit, least.peak), f"a peak of {found.peak} bytes, {limit} are allowed"
     assert found.peak <= plain, f"a peak of {found.peak} bytes, above the plain step's {plain}"
     return found
@@ -74,7 +74,7 @@ def check_rewritten(program: RandomProgram, how: How) -> bool:
     """
     prepared = prepared_of(program, how.target)
     found = found_for(prepared, how)
-    if found.runs_as_given:
+    if found.is_unchanged:
         return False
     given = prepared.captured.traced.jaxpr
     written = jax.make_jaxpr(lambda *leaves: found.prepared.emit(found.solution, leaves))(
@@ -88,7 +88,7 @@ def check_rewritten(program: RandomProgram, how: How) -> bool:
     return True
 
 
-def check_plan(prepared: Prepared, found: Found, how: How) -> None:
+def check_plan(prepared: Prepared, found: Candidate, how: How) -> None:
     """The plan's text gives the plan back, and from the plan comes the same schedule."""
     plan = decision_of(found, check_settings(target=how.target, solver=how.solver)).plan
     again = Plan.from_json(plan.to_json())

@@ -177,13 +177,14 @@ class _RandomStep:
 
 
 def random_choice(source: random.Random, graph: Graph) -> Choice:
-    """Any choice at all: up to three turning points, up to four more cuts, a random set of saved values."""
+    """Any choice at all: up to three forward/backward boundaries, up to four more cuts, a random set of saved
+    values."""
     ops = len(graph.ops)
-    turning_points = {source.randint(0, ops) for _ in range(source.randint(0, 3))}
+    boundaries = {source.randint(0, ops) for _ in range(source.randint(0, 3))}
     cuts = {source.randint(0, ops) for _ in range(source.randint(0, 4))}
     share = source.choice([0.0, 0.2, 0.5])
     saved = frozenset(value for value in range(len(graph.sizes)) if source.random() < share)
-    return Choice(saved, tuple(sorted(turning_points)), tuple(sorted(cuts | turning_points)))
+    return Choice(saved, tuple(sorted(boundaries)), tuple(sorted(cuts | boundaries)))
 
 
 @st.composite

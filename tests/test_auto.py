@@ -16,7 +16,7 @@ from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.search import SOLVERS, Problem, Solution, milp, search_of
 from remat_opt.search.auto import Search
-from remat_opt.search.moves import fill
+from remat_opt.search.drop_recomputation import fill
 
 OTHERS = [name for name in SOLVERS if name not in ("auto", "milp")]
 
@@ -32,14 +32,14 @@ IN_NINE = {"alexnet", "conv_net", "u_net"}  # a chain, skips of one block, skips
 
 def budgets_between(problem: Problem, tenths: Sequence[int]) -> list[int]:
     """So many tenths of the way from the least peak to the plain one."""
-    least, plain = search_of(problem).least_at_any_cost.peak, problem.plain.peak
+    least, plain = search_of(problem).minimum_at_any_cost.peak, problem.plain.peak
     return sorted({least + (plain - least) * tenth // 10 for tenth in tenths})
 
 
 def assert_never_worse(graph: Graph, tenths: Sequence[int] = THREE) -> int:
     """Compare with every other solver; how often `auto` takes less time, or fits where the other does not."""
     problem, better = Problem(graph), 0
-    least = search_of(problem).least_at_any_cost.peak
+    least = search_of(problem).minimum_at_any_cost.peak
     answers = {budget: auto(problem, budget) for budget in budgets_between(problem, tenths)}
     for name in OTHERS:
         assert SOLVERS[name](problem, None).peak >= least, name
@@ -118,7 +118,7 @@ def test_auto_finds_a_schedule_where_there_is_one_and_takes_little_more_time_tha
 @given(graph=training_graphs(), shares=st.tuples(st.floats(0, 1.1), st.floats(0, 1.1)))
 def test_a_budget_is_kept_and_more_of_it_never_costs_more_time(graph: Graph, shares: tuple[float, float]) -> None:
     problem = Problem(graph)
-    least, plain = search_of(problem).least_at_any_cost.peak, problem.plain.peak
+    least, plain = search_of(problem).minimum_at_any_cost.peak, problem.plain.peak
     less, more = (auto(problem, round(least + share * (plain - least))) for share in sorted(shares))
     assert less.peak <= round(least + min(shares) * (plain - least))
     assert more.extra_seconds <= less.extra_seconds
@@ -135,7 +135,7 @@ def test_the_exact_search_is_never_worse_than_any_other(graph: Graph) -> None:
 
 @settings(max_examples=30)
 @given(training_graphs())
-def test_the_frontier_leads_from_the_least_memory_to_saving_everything(graph: Graph) -> None:
+def test_the_frontier_leads_from_the_minimum_memory_to_saving_everything(graph: Graph) -> None:
     problem = Problem(graph)
     frontier = search_of(problem).frontier
     assert frontier[-1].extra_seconds == 0

@@ -43,7 +43,7 @@ def test_small_rows_come_out_as_they_are_kept(row: Row, tmp_path: Path) -> None:
     assert "## Extra FLOPs" in file_of("small", "cpu", tmp_path).with_suffix(".md").read_text(encoding="utf-8")
 
 
-def test_what_is_planned_as_it_was_is_foreseen_and_not_measured_again(tmp_path: Path) -> None:
+def test_what_is_planned_as_it_was_is_predicted_and_not_measured_again(tmp_path: Path) -> None:
     row = SMALL[0]
     file = file_of("small", "cpu", tmp_path)
     planned, other = variants.measure_variant(row, "ours", "cpu", {}, 1e9), {"temp_bytes": 1, "compile_seconds": -1.0}
@@ -52,8 +52,8 @@ def test_what_is_planned_as_it_was_is_foreseen_and_not_measured_again(tmp_path: 
     keep(file, SMALL, row.key, "plain", other)
     assert run.planned_of(row, load(file)) == ["ours"]
     plain_flops = variants.count_flops(variants.write(row, "plain", "cpu", {}))
-    assert variants.foresee_variant(row, "ours", "cpu", load(file)[row.key], 1e9) == kept
-    assert variants.foresee_variant(row, "ours", "cpu", load(file)[row.key], plain_flops) is None  # other FLOPs
+    assert variants.predict_variant(row, "ours", "cpu", load(file)[row.key], 1e9) == kept
+    assert variants.predict_variant(row, "ours", "cpu", load(file)[row.key], plain_flops) is None  # other FLOPs
     found = run.run_table("small", "cpu", [row], ["ours"], folder=tmp_path, foresee=True)[row.key]
     assert found["ours"]["temp_bytes"] > 1  # by another count of FLOPs it was measured again
     assert found["plain"] == other
@@ -127,7 +127,9 @@ def test_a_budget_may_be_that_of_another_variant() -> None:
 def test_a_variant_that_fails_is_told_and_the_next_are_measured() -> None:
     row = SMALL[0]
     request = Request("small", row.key, "cpu", ["theirs", "plain"], {})
-    found = {message["variant"]: message["result"] for message in run.run_apart(request, 300) if "result" in message}
+    found = {
+        message["variant"]: message["result"] for message in run.run_in_process(request, 300) if "result" in message
+    }
     assert found["theirs"]["error"].startswith("ValueError: unknown variant")
     assert found["plain"]["temp_bytes"] > 0
     assert run.missing_of(row, ["theirs", "plain"], {row.key: found}, again=False) == ["theirs"]
@@ -157,14 +159,14 @@ def test_steps_are_timed_in_turns() -> None:
 def test_a_process_that_dies_is_a_failed_variant(monkeypatch: pytest.MonkeyPatch) -> None:
     request = Request("small", SMALL[0].key, "cpu", ["plain"], {})
     monkeypatch.setattr(sys, "executable", "false")
-    assert [message["result"] for message in run.run_apart(request, 300)] == [
+    assert [message["result"] for message in run.run_in_process(request, 300)] == [
         {"error": "its process died: it said nothing"}
     ]
 
 
 def test_a_row_that_takes_too_long_is_ended() -> None:
     request = Request("small", SMALL[0].key, "cpu", ["plain"], {})
-    assert [message["result"] for message in run.run_apart(request, 0.2)] == [{"error": "took more than 0 s"}]
+    assert [message["result"] for message in run.run_in_process(request, 0.2)] == [{"error": "took more than 0 s"}]
 
 
 def made(temp: float, flops: float = 0.0, **more: Any) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from step_networks import sine_step as step
 import remat_opt.planner.step
 from remat_opt import InfeasibleBudget, Plan, RematWarning, optimize
 from remat_opt.planner.budget import Budget, parse_budget
-from remat_opt.planner.candidates import Found
-from remat_opt.planner.decision import Decider
+from remat_opt.planner.candidates import Candidate
+from remat_opt.planner.decision import Planner
 from remat_opt.search import SOLVERS
 from remat_opt.targets.figures import Figures
 
@@ -49,7 +49,7 @@ def physical_peak(fun: Any, *args: Any) -> int:
 
 @pytest.fixture(scope="module")
 def plain_temp() -> int:
-    """Temporary memory of the step as given, with our option for the CPU, as a fraction counts it."""
+    """Temporary memory of the original step, with our option for the CPU, as a fraction counts it."""
     return optimize(step, budget=0.9).plan(PARAMS, X).plain_measured.temp_bytes
 
 
@@ -227,7 +227,7 @@ def test_without_verification_nothing_is_compiled() -> None:
         optimize(step, budget=1, verify=False).plan(PARAMS, X)
 
 
-def test_least_memory_of_a_clear_case_needs_no_compilation() -> None:
+def test_minimum_memory_of_a_clear_case_needs_no_compilation() -> None:
     before = len(compiled)
     assert not optimize(step).plan(PARAMS, X).is_plain
     assert len(compiled) == before
@@ -237,23 +237,23 @@ def test_least_memory_of_a_clear_case_needs_no_compilation() -> None:
 def test_the_compiler_is_asked_about_what_fits_on_a_tpus_chip(
     target: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def more_than_as_given(decider: Decider, found: Any) -> Any:
+    def more_than_original(planner: Planner, found: Any) -> Any:
         temp_bytes = 1000 if found is None else 1100
         return Figures(temp_bytes, 0, 0, 0, 0, None, 0.0, target, "", "", autotuned=False)
 
-    monkeypatch.setattr(Found, "peak", property(lambda found: int(0.3 * found.prepared.plain_peak)))
-    monkeypatch.setattr(Decider, "measure", more_than_as_given)
+    monkeypatch.setattr(Candidate, "peak", property(lambda found: int(0.3 * found.prepared.plain_peak)))
+    monkeypatch.setattr(Planner, "measure", more_than_original)
     assert optimize(step, target=target).plan(PARAMS, X).is_plain is asked
 
 
 @pytest.mark.parametrize("verify", [True, False])
 def test_a_hundredth_is_no_gain_by_whoever_has_the_last_word(verify: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    def compiled_to(decider: Decider, found: Any) -> Any:
+    def compiled_to(planner: Planner, found: Any) -> Any:
         temp_bytes = 1000 if found is None else 990
         return Figures(temp_bytes, 0, 0, 0, 0, None, 0.0, "cpu", "", "", autotuned=False)
 
-    monkeypatch.setattr(Found, "peak", property(lambda found: int(0.99 * found.prepared.plain_peak)))
-    monkeypatch.setattr(Decider, "measure", compiled_to)
+    monkeypatch.setattr(Candidate, "peak", property(lambda found: int(0.99 * found.prepared.plain_peak)))
+    monkeypatch.setattr(Planner, "measure", compiled_to)
     plan = optimize(step, verify=verify).plan(PARAMS, X)
     assert plan.is_plain
     assert "nothing to gain" in plan.note
@@ -369,7 +369,7 @@ def test_errors_of_the_function_come_through_as_jax_gives_them(
     assert re.sub("0x[0-9a-f]+", "", str(ours.value)) == re.sub("0x[0-9a-f]+", "", str(of_jax.value))
 
 
-def test_where_planning_fails_the_error_is_raised_or_the_step_runs_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_planning_fails_the_error_is_raised_or_the_step_runs_unchanged(monkeypatch: pytest.MonkeyPatch) -> None:
     def failing(*_: Any) -> Any:
         raise RuntimeError("the search broke")
 
@@ -377,9 +377,9 @@ def test_where_planning_fails_the_error_is_raised_or_the_step_runs_as_given(monk
     with pytest.raises(RuntimeError, match="the search broke"):
         optimize(step)(PARAMS, X)
     optimized = optimize(step, on_error="plain")
-    with pytest.warns(RematWarning, match="the search broke") as told:
+    with pytest.warns(RematWarning, match="the search broke") as caught:
         result = optimized(PARAMS, X)
-    assert len(told) == 1
+    assert len(caught) == 1
     assert_close(result, jax.jit(step)(PARAMS, X))
     assert optimized.plan(PARAMS, X).is_plain
     assert "the search broke" in optimized.plan(PARAMS, X).note
@@ -392,7 +392,7 @@ def test_an_infeasible_budget_may_fall_back_too() -> None:
     assert optimized.plan(PARAMS, X).is_plain
 
 
-def test_the_least_memory_at_any_cost_is_no_more_and_computes_the_same() -> None:
+def test_the_minimum_memory_at_any_cost_is_no_more_and_computes_the_same() -> None:
     least, at_any_cost = optimize(step), optimize(step, budget="min")
     temp_bytes = [one.lower(PARAMS, X).compile().memory_analysis().temp_size_in_bytes for one in (least, at_any_cost)]
     assert temp_bytes[1] <= temp_bytes[0]

@@ -8,14 +8,14 @@ import pytest
 from remat_opt.planner.budget_loop import MOST_COMPILATIONS, _BudgetLoop
 
 
-def candidate(peak: int, compiled: int, seconds: float, *, in_our_order: bool = False) -> SimpleNamespace:
-    found = SimpleNamespace(peak=peak, compiled=compiled, extra_seconds=seconds, runs_as_given=False)
-    found.prepared = SimpleNamespace(in_our_order=in_our_order)
+def candidate(peak: int, compiled: int, seconds: float, *, reordered: bool = False) -> SimpleNamespace:
+    found = SimpleNamespace(peak=peak, compiled=compiled, extra_seconds=seconds, is_unchanged=False)
+    found.prepared = SimpleNamespace(reordered=reordered)
     found.is_the_same_as = lambda other: other is found
     return found
 
 
-def kept(every: list[SimpleNamespace], in_our_order: SimpleNamespace | None = None) -> tuple[Any, list[Any]]:
+def kept(every: list[SimpleNamespace], reordered: SimpleNamespace | None = None) -> tuple[Any, list[Any]]:
     """Of candidates, the last of which needs least, the one that keeps a budget of 440 bytes, and all compiled ones."""
     compiled: list[Any] = []
 
@@ -27,16 +27,16 @@ def kept(every: list[SimpleNamespace], in_our_order: SimpleNamespace | None = No
         compiled.append(found)
         return SimpleNamespace(temp_bytes=found.compiled)
 
-    decider: Any = SimpleNamespace(
+    planner: Any = SimpleNamespace(
         settings=SimpleNamespace(budget=SimpleNamespace(fraction=0.7)),
         plain_figures=None,
-        given=SimpleNamespace(is_divided=False, plain_graph=SimpleNamespace(seconds=1.0)),
+        original=SimpleNamespace(is_divided=False, plain_graph=SimpleNamespace(seconds=1.0)),
         search=search,
-        forms=SimpleNamespace(in_our_order=in_our_order or every[-1]),
+        variants=SimpleNamespace(reordered=reordered or every[-1]),
         measure=measure,
         decision=lambda found, figures: found,
     )
-    return cast(Any, _BudgetLoop(decider, 440).run()), compiled
+    return cast(Any, _BudgetLoop(planner, 440).run()), compiled
 
 
 def frontier(correction: float) -> list[SimpleNamespace]:
@@ -65,11 +65,11 @@ def test_nothing_more_is_compiled_where_little_time_is_to_gain() -> None:
 
 def test_what_the_compiler_says_of_our_order_is_not_expected_of_other_candidates() -> None:
     """As of VGG-11 on the CPU: 11 % more in our order than predicted, and what recomputes 0.4 % is as predicted."""
-    every = [candidate(414, 458, 0.0, in_our_order=True), candidate(411, 440, 0.01), candidate(380, 380, 10.0)]
+    every = [candidate(414, 458, 0.0, reordered=True), candidate(411, 440, 0.01), candidate(380, 380, 10.0)]
     assert kept(every)[0] is every[1]
 
 
-def test_after_the_least_memory_something_cheaper_is_tried() -> None:
+def test_after_the_minimum_memory_something_cheaper_is_tried() -> None:
     first, second = candidate(430, 600, 0.1), candidate(300, 500, 0.2)
     between, least = candidate(200, 430, 0.4), candidate(100, 300, 5.0)
     best, compiled = kept([first, second, between, least])
@@ -84,11 +84,11 @@ def test_after_a_miss_that_follows_one_that_fits_the_latter_is_taken() -> None:
 
 def test_our_order_alone_is_asked_before_a_budget_is_refused() -> None:
     """As of two views on an H200: our order takes 170 of 208 MB, of which 208 were predicted."""
-    missed, in_order = candidate(450, 460, 0.1), candidate(470, 400, 0.0, in_our_order=True)
+    missed, in_order = candidate(450, 460, 0.1), candidate(470, 400, 0.0, reordered=True)
     assert kept([missed], in_order)[0] is in_order
 
 
 def test_what_is_out_of_reach_is_not_compiled_before_a_refusal() -> None:
-    missed, in_order = candidate(430, 460, 0.1), candidate(900, 900, 0.0, in_our_order=True)
+    missed, in_order = candidate(430, 460, 0.1), candidate(900, 900, 0.0, reordered=True)
     with pytest.raises(AttributeError):  # refused, for which this decider has no words
         kept([missed], in_order)

@@ -179,9 +179,9 @@ def test_a_derivative_that_only_jax_can_read_is_told_with_the_cause(
     def of_stage(params, x):  # another program for each, since decisions are remembered
         return loss(params, x) * len(stage)
 
-    with pytest.warns(remat_opt.RematWarning, match=r"of_stage: .* failed: KeyError: 'a bug in remat_opt'") as told:
+    with pytest.warns(remat_opt.RematWarning, match=r"of_stage: .* failed: KeyError: 'a bug in remat_opt'") as caught:
         found = jax.grad(checkpoint(of_stage))(params, x)
-    assert [one.filename for one in told] == [__file__]
+    assert [one.filename for one in caught] == [__file__]
     assert_close(found, jax.grad(of_stage)(params, x))
     assert checkpoints_in(checkpoint(of_stage), params, x) == 1  # and is not told again
     with pytest.raises(KeyError, match="a bug in remat_opt"):

@@ -261,7 +261,7 @@ def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
 def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.WarningsRecorder) -> None:
     from remat_opt.callable import checkpointing
 
-    checkpointing._tell_of_remat3.cache_clear()
+    checkpointing._warn_of_remat3_once.cache_clear()
     jax.grad(remat_opt.checkpoint(loss))(*data())
     told = [one for one in recwarn if issubclass(one.category, remat_opt.RematWarning)]
     assert bool(told) == (not compat.remat3_pins_cotangents())

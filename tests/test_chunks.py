@@ -86,7 +86,7 @@ def test_a_division_needs_and_takes_what_its_choice_does():
         assert option.bytes <= limit
         # Beside the chunks an option has what the forward loop saves or selects.
         rest = option.extra_flops - division.flops
-        assert abs(rest) <= 0.05 * costs.as_given.flops
+        assert abs(rest) <= 0.05 * costs.original.flops
         choices.append(choice)
     assert len({choice.earlier for choice in choices}) > 1
     assert all(isinstance(chunks, Chunks) for choice in choices for chunks in choice.earlier)

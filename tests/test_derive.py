@@ -1,4 +1,4 @@
-"""From a choice to a schedule: what is kept, what is made again and when; and updates as early as they can be."""
+"""From a choice to a schedule: what is kept, what is recomputed and when; and updates as early as they can be."""
 
 import random
 
@@ -17,7 +17,7 @@ def schedule_of(graph: Graph, choice: Choice) -> Schedule:
     return derive(graph, choice, range(len(graph.ops)))
 
 
-def again(*ops: int) -> Run:
+def recompute(*ops: int) -> Run:
     return Run(ops, recomputed=True)
 
 
@@ -31,75 +31,75 @@ CHAIN = training_chain([1, 1, 1, 1])
         Choice(),
         Choice(cuts=(1, 2, 3)),  # cuts alone forget nothing
         Choice(saved=frozenset({2}), cuts=(2,)),
-        Choice(turning_points=(0,)),  # nothing was made yet
-        Choice(turning_points=(9,)),  # nothing comes behind
-        Choice(saved=frozenset(range(1, 10)), turning_points=(3, 5), cuts=(1, 2)),
+        Choice(boundaries=(0,)),  # nothing was made yet
+        Choice(boundaries=(9,)),  # nothing comes behind
+        Choice(saved=frozenset(range(1, 10)), boundaries=(3, 5), cuts=(1, 2)),
     ],
 )
-def test_where_nothing_is_forgotten_the_step_is_as_it_was(choice: Choice) -> None:
+def test_where_nothing_is_evicted_the_step_is_as_it_was(choice: Choice) -> None:
     assert schedule_of(CHAIN, choice) == save_everything(CHAIN)
 
 
 @given(graphs_with_choices())
 def test_saving_every_value_is_the_identity(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
-    everything = Choice(frozenset(range(len(graph.sizes))), choice.turning_points, choice.cuts)
+    everything = Choice(frozenset(range(len(graph.sizes))), choice.boundaries, choice.cuts)
     assert schedule_of(graph, everything) == save_everything(graph)
 
 
-def test_one_segment_is_made_again_whole_at_the_first_read_behind_the_turning_point() -> None:
-    choice = Choice(frozenset({5}), turning_points=(5,))
-    assert schedule_of(CHAIN, choice).runs == (Run((0, 1, 2, 3, 4)), again(0, 1, 2, 3), Run((5, 6, 7, 8)))
+def test_one_segment_is_recomputed_whole_at_the_first_read_after_the_boundary() -> None:
+    choice = Choice(frozenset({5}), boundaries=(5,))
+    assert schedule_of(CHAIN, choice).runs == (Run((0, 1, 2, 3, 4)), recompute(0, 1, 2, 3), Run((5, 6, 7, 8)))
 
 
-def test_two_segments_are_made_again_last_first_from_what_is_saved_between() -> None:
-    choice = Choice(frozenset({2, 5}), turning_points=(5,), cuts=(2,))
+def test_two_segments_are_recomputed_last_first_from_what_is_saved_between() -> None:
+    choice = Choice(frozenset({2, 5}), boundaries=(5,), cuts=(2,))
     assert schedule_of(CHAIN, choice).runs == (
         Run((0, 1, 2, 3, 4)),
-        again(2, 3),  # op 5 reads values 4 and 3; value 2 is saved
+        recompute(2, 3),  # op 5 reads values 4 and 3; value 2 is saved
         Run((5, 6)),  # op 6 reads values 3 and 2
-        again(0),  # op 7 reads values 2 and 1: op 1 makes the saved one, and runs once
+        recompute(0),  # op 7 reads values 2 and 1: op 1 makes the saved one, and runs once
         Run((7, 8)),
     )
 
 
-def test_segments_behind_the_turning_point_are_not_made_again() -> None:
-    choice = Choice(frozenset({2}), turning_points=(2,))
-    assert schedule_of(CHAIN, choice).runs == (Run(tuple(range(7))), again(0), Run((7, 8)))
+def test_segments_after_the_boundary_are_not_recomputed() -> None:
+    choice = Choice(frozenset({2}), boundaries=(2,))
+    assert schedule_of(CHAIN, choice).runs == (Run(tuple(range(7))), recompute(0), Run((7, 8)))
 
 
 def test_what_a_segment_needs_of_another_is_made_with_it_but_not_held_for_the_other() -> None:
     # Nothing is saved at the cut: for op 2 again, ops 0 and 1 run again, too, and once more when their own turn comes.
-    choice = Choice(frozenset({5}), turning_points=(5,), cuts=(2,))
+    choice = Choice(frozenset({5}), boundaries=(5,), cuts=(2,))
     assert schedule_of(CHAIN, choice).runs == (
         Run((0, 1, 2, 3, 4)),
-        again(0, 1, 2, 3),
+        recompute(0, 1, 2, 3),
         Run((5,)),
-        again(0, 1),
+        recompute(0, 1),
         Run((6, 7, 8)),
     )
 
 
-def test_each_turning_point_forgets_again() -> None:
-    choice = Choice(frozenset({5, 6, 7}), turning_points=(5, 7))
+def test_each_boundary_evicts_again() -> None:
+    choice = Choice(frozenset({5, 6, 7}), boundaries=(5, 7))
     assert schedule_of(CHAIN, choice).runs == (
         Run((0, 1, 2, 3, 4)),
-        again(0, 1, 2, 3),
+        recompute(0, 1, 2, 3),
         Run((5, 6)),
-        again(0, 1),  # made again behind the first turning point, forgotten at the second
+        recompute(0, 1),  # recomputed behind the first forward/backward boundary, evicted at the second
         Run((7, 8)),
     )
 
 
-def test_what_was_made_again_is_held_beyond_the_repeats_of_other_segments() -> None:
+def test_what_was_recomputed_is_held_beyond_the_repeats_of_other_segments() -> None:
     sketch = Sketch()
     a, b = sketch.op(size=1), sketch.op(size=1)
     c = sketch.op(a, b, size=1)
     d = sketch.op(c, b, size=1)
     e = sketch.op(d, a, size=1)
     graph = sketch.graph(sketch.op(e, b, size=1))
-    choice = Choice(frozenset({c}), turning_points=(3,), cuts=(1,))
-    assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), again(1), Run((3,)), again(0), Run((4, 5)))
+    choice = Choice(frozenset({c}), boundaries=(3,), cuts=(1,))
+    assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), recompute(1), Run((3,)), recompute(0), Run((4, 5)))
 
 
 def test_a_repeat_reads_what_another_repeat_has_left() -> None:
@@ -109,16 +109,16 @@ def test_a_repeat_reads_what_another_repeat_has_left() -> None:
     c = sketch.op(b, size=1)
     d = sketch.op(c, a, size=1)
     graph = sketch.graph(sketch.op(d, b, size=1))
-    choice = Choice(frozenset({c}), turning_points=(3,), cuts=(1,))
-    assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), again(0), Run((3,)), again(1), Run((4,)))
+    choice = Choice(frozenset({c}), boundaries=(3,), cuts=(1,))
+    assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), recompute(0), Run((3,)), recompute(1), Run((4,)))
 
 
-def test_what_the_step_returns_is_there_and_not_made_again() -> None:
+def test_what_the_step_returns_is_there_and_not_recomputed() -> None:
     sketch = Sketch()
     a = sketch.op(size=1)
     b = sketch.op(a, size=1)
     graph = sketch.graph(sketch.op(a, b, size=1), b)
-    assert schedule_of(graph, Choice(turning_points=(2,))).runs == (Run((0, 1)), again(0), Run((2,)))
+    assert schedule_of(graph, Choice(boundaries=(2,))).runs == (Run((0, 1)), recompute(0), Run((2,)))
 
 
 def test_results_of_an_op_that_may_not_run_twice_are_kept() -> None:
@@ -128,8 +128,8 @@ def test_results_of_an_op_that_may_not_run_twice_are_kept() -> None:
     b = sketch.op(mask, size=1)
     loss = sketch.op(b, size=1)
     graph = sketch.graph(sketch.op(loss, a, mask, b, size=1))
-    choice = Choice(frozenset({loss}), turning_points=(4,))
-    assert schedule_of(graph, choice).runs == (Run((0, 1, 2, 3)), again(0, 2), Run((4,)))
+    choice = Choice(frozenset({loss}), boundaries=(4,))
+    assert schedule_of(graph, choice).runs == (Run((0, 1, 2, 3)), recompute(0, 2), Run((4,)))
 
 
 def test_the_order_of_first_runs_is_the_given_one() -> None:
@@ -137,16 +137,16 @@ def test_the_order_of_first_runs_is_the_given_one() -> None:
     a, b = sketch.op(size=1), sketch.op(size=1)
     c = sketch.op(a, b, size=1)
     graph = sketch.graph(c)
-    schedule = derive(graph, Choice(turning_points=(2,)), (1, 0, 2))
-    assert schedule.runs == (Run((1, 0)), again(1, 0), Run((2,)))
+    schedule = derive(graph, Choice(boundaries=(2,)), (1, 0, 2))
+    assert schedule.runs == (Run((1, 0)), recompute(1, 0), Run((2,)))
 
 
 def moments(graph: Graph, choice: Choice, order: tuple[int, ...]) -> list[tuple[int, int, bool]]:
-    """Each op that runs with its epoch (how many turning points have passed) and whether it is a repeat.
+    """Each op that runs with its epoch (how many forward/backward boundaries have passed) and whether it is a repeat.
 
     A repeat belongs to the epoch of the first run behind it.
     """
-    points = sorted(set(choice.turning_points))
+    points = sorted(set(choice.boundaries))
     found: list[tuple[int, int, bool]] = []
     position = 0
     for run in derive(graph, choice, order).runs:
@@ -175,7 +175,7 @@ def test_every_read_is_of_a_value_that_was_made_before(drawn: tuple[Graph, Choic
 
 
 @given(graphs_with_choices())
-def test_what_is_not_saved_is_never_read_across_a_turning_point(drawn: tuple[Graph, Choice]) -> None:
+def test_what_is_not_saved_is_never_read_across_a_boundary(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
     kept = {*graph.inputs, *choice.saved, *(v for op in graph.ops if not op.repeatable for v in op.outputs)}
     kept.update(graph.outputs)  # there in any case
@@ -187,7 +187,7 @@ def test_what_is_not_saved_is_never_read_across_a_turning_point(drawn: tuple[Gra
 
 
 @given(graphs_with_choices())
-def test_a_repeat_makes_something_that_is_read_and_was_forgotten(drawn: tuple[Graph, Choice]) -> None:
+def test_a_repeat_makes_something_that_is_read_and_was_evicted(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
     trace = moments(graph, choice, early_order(graph))
     first_made: dict[int, int] = {}  # epoch
@@ -218,7 +218,7 @@ def test_what_may_not_run_twice_does_not(drawn: tuple[Graph, Choice]) -> None:
 
 @given(graphs_with_choices())
 def test_a_repeat_starts_at_the_read_that_needs_it(drawn: tuple[Graph, Choice]) -> None:
-    # Later than needed is impossible, and earlier would hold it for longer: the next op reads what was made again.
+    # Later than needed is impossible, and earlier would hold it for longer: the next op reads what was recomputed.
     graph, choice = drawn
     runs = derive(graph, choice, early_order(graph)).runs
     for run, following in zip(runs, (*runs[1:], None), strict=True):

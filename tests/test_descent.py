@@ -1,4 +1,4 @@
-"""Values forgotten one by one: each schedule is lower than the one before, is right, and costs what was allowed."""
+"""Values evicted one by one: each schedule is lower than the one before, is right, and costs what was allowed."""
 
 import random
 
@@ -13,8 +13,8 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, join_runs
 from remat_opt.search import Problem, search_of
-from remat_opt.search.moves import needed
-from remat_opt.search.polish import descend
+from remat_opt.search.drop_recomputation import needed
+from remat_opt.search.local_search import descend
 from remat_opt.trace.inline import inline
 
 
@@ -54,8 +54,8 @@ def test_repeats_that_nobody_needs_are_seen_in_a_simulation() -> None:
 
 def test_a_network_gets_lower_than_its_segments() -> None:
     search = search_of(Problem(graph_of("resnet50")))
-    assert search.least.peak < 0.95 * search.least_of_levels.peak
-    assert search.is_one_pass(search.least)
+    assert search.minimum_memory.peak < 0.95 * search.minimum_of_levels.peak
+    assert search.is_one_pass(search.minimum_memory)
 
 
 def test_the_search_for_a_tpu_knows_that_images_are_padded() -> None:

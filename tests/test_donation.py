@@ -35,21 +35,23 @@ def step(params, x):
     return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, gradients), value
 
 
-def told_of(use: Callable[[], Any]) -> list[str]:
+def warnings_of(use: Callable[[], Any]) -> list[str]:
     """What a call warns of undonated state."""
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         use()
-    return [str(one.message) for one in told if issubclass(one.category, RematWarning) and "donate" in str(one.message)]
+    return [
+        str(one.message) for one in caught if issubclass(one.category, RematWarning) and "donate" in str(one.message)
+    ]
 
 
 def line_in(message: str) -> str:
     return re.search(r"write (.*?) in (jax|nnx)\.jit or remat_opt\.optimize", message)[1]
 
 
-def test_state_that_is_not_donated_is_told_once_with_the_line_and_the_bytes() -> None:
+def test_state_that_is_not_donated_is_reported_once_with_the_line_and_the_bytes() -> None:
     optimized = optimize(step, verify=False)
-    (message,) = told_of(lambda: [optimized(params(), X), optimized(params(), X[::2]), optimized.plan(params(), X)])
+    (message,) = warnings_of(lambda: [optimized(params(), X), optimized(params(), X[::2]), optimized.plan(params(), X)])
     assert message.startswith("remat_opt: step: ")
     assert f"saves {SAVED}" in message
     assert "params;" in message
@@ -59,7 +61,7 @@ def test_state_that_is_not_donated_is_told_once_with_the_line_and_the_bytes() ->
 
 def test_the_line_saves_what_it_says_and_silences_the_warning() -> None:
     optimized = optimize(step, verify=False, donate_argnums=0)
-    assert told_of(lambda: optimized(params(), X)) == []
+    assert warnings_of(lambda: optimized(params(), X)) == []
     plain, donated = (remat_opt.measure(jax.jit(step, **o), params(), X) for o in ({}, {"donate_argnums": 0}))
     assert donated.optimized.alias_bytes == pytest.approx(plain.undonated.saved_bytes, rel=0.01)
     assert donated.undonated is None
@@ -99,11 +101,11 @@ CALLS = {
 def test_the_line_counts_arguments_as_jit_does(call: tuple, jit: bool) -> None:
     fun, options, args, kwargs, expected = call
     optimized = optimize(jax.jit(fun, **options), verify=False) if jit else optimize(fun, verify=False, **options)
-    (message,) = told_of(lambda: optimized.plan(*args, **kwargs))
+    (message,) = warnings_of(lambda: optimized.plan(*args, **kwargs))
     line = line_in(message)
     assert line == (f"donate_argnums={expected}" if isinstance(expected, tuple) else f"donate_argnames={expected!r}")
     again = optimize(fun, verify=False, **{**options, **eval(f"dict({line})")})
-    assert told_of(lambda: again.plan(*args, **kwargs)) == []
+    assert warnings_of(lambda: again.plan(*args, **kwargs)) == []
 
 
 def ema(teacher, params, x):
@@ -127,7 +129,7 @@ def teacher_of_its_own(teacher, params, x):
     ids=lambda one: getattr(one, "__name__", str(one)),
 )
 def test_what_is_only_read_or_comes_back_as_it_was_is_no_state(fun: Callable, numbers: str) -> None:
-    (message,) = told_of(lambda: optimize(fun, verify=False).plan(params(), params(), X))
+    (message,) = warnings_of(lambda: optimize(fun, verify=False).plan(params(), params(), X))
     assert line_in(message) == f"donate_argnums={numbers}"
 
 
@@ -152,20 +154,20 @@ SILENT = {
 @pytest.mark.parametrize("case", SILENT.values(), ids=SILENT)
 def test_where_nothing_of_worth_can_be_donated_nothing_is_said(case: tuple) -> None:
     fun, args = case
-    assert told_of(lambda: optimize(fun, verify=False).plan(*args)) == []
+    assert warnings_of(lambda: optimize(fun, verify=False).plan(*args)) == []
 
 
 def test_inside_another_jit_where_nothing_can_be_donated_nothing_is_said() -> None:
     optimized = optimize(step, verify=False)
-    assert told_of(lambda: jax.jit(optimized).trace(params(), X)) == []
+    assert warnings_of(lambda: jax.jit(optimized).trace(params(), X)) == []
 
 
-def test_state_of_a_step_with_nothing_to_gain_is_told_too() -> None:
+def test_state_of_a_step_with_nothing_to_gain_is_reported_too() -> None:
     def decode(cache, token):
         return {name: jax.lax.dynamic_update_slice(old, token, (3, 0)) for name, old in cache.items()}
 
     cache = {"key": LARGE, "value": LARGE}
-    (message,) = told_of(lambda: optimize(decode)(cache, jnp.ones((1, 1024))))
+    (message,) = warnings_of(lambda: optimize(decode)(cache, jnp.ones((1, 1024))))
     assert line_in(message) == "donate_argnums=0"
 
 
@@ -182,12 +184,12 @@ def test_equinox_is_told_its_own_line() -> None:
         (eqx_step, (params(), X), 'eqx.filter_jit(eqx_step, donate="all")'),
         (data_first, (X, params()), 'eqx.filter_jit(data_first, donate="all-except-first")'),
     ):
-        (message,) = told_of(lambda fun=fun, args=args: optimize(eqx.filter_jit(fun), verify=False).plan(*args))
+        (message,) = warnings_of(lambda fun=fun, args=args: optimize(eqx.filter_jit(fun), verify=False).plan(*args))
         assert f"write {line}" in message
         assert f"saves {SAVED}" in message
         donate = re.search('donate="(.*?)"', line)[1]
         donated = optimize(eqx.filter_jit(fun, donate=donate), verify=False)
-        assert told_of(lambda donated=donated, args=args: donated.plan(*args)) == []
+        assert warnings_of(lambda donated=donated, args=args: donated.plan(*args)) == []
 
 
 @pytest.mark.parametrize("is_jitted", [False, True])
@@ -212,10 +214,10 @@ def test_nnx_is_told_its_own_line(is_jitted: bool) -> None:
     def optimized(fun: Callable, **options: Any) -> Any:
         return optimize(nnx.jit(fun, **options), verify=False) if is_jitted else optimize(fun, verify=False, **options)
 
-    (message,) = told_of(lambda: optimized(nnx_step)(1.0, Model(), X))
+    (message,) = warnings_of(lambda: optimized(nnx_step)(1.0, Model(), X))
     assert line_in(message) == "donate_argnums=1"
     assert f"saves {SAVED}" in message
     assert "nnx.jit" in message
     assert "nnx_step: " in message
-    assert told_of(lambda: optimized(nnx_step, donate_argnums=1)(1.0, Model(), X)) == []
-    assert told_of(lambda: optimized(infer)(Model(), X)) == []
+    assert warnings_of(lambda: optimized(nnx_step, donate_argnums=1)(1.0, Model(), X)) == []
+    assert warnings_of(lambda: optimized(infer)(Model(), X)) == []

@@ -1,4 +1,4 @@
-"""What a step does beside computing happens as often as in the step as it was given, and in its order."""
+"""What a step does beside computing happens as often as in the original step, and in its order."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -210,7 +210,7 @@ def guarded(w: jax.Array, x: jax.Array) -> Any:
     return w - 0.1 * grad, value
 
 
-def test_checked_errors_are_those_of_the_step_as_it_was_given() -> None:
+def test_checked_errors_are_those_of_the_original_step() -> None:
     checked = checkify.checkify(guarded)
     optimized = optimize(checked)
     for x in (X, 1e-3 * X):
@@ -235,7 +235,7 @@ def test_checks_can_be_put_on_an_optimised_step() -> None:
 # References
 
 
-def test_a_step_with_references_runs_as_it_was_given_and_says_so() -> None:
+def test_a_step_with_references_runs_unchanged_and_says_so() -> None:
     def counting(count: Any, w: jax.Array, x: jax.Array) -> Any:
         inner = jax.new_ref(jnp.zeros(()))
         new, value = step_with(told(lambda *args: None), flat)(w, x + inner[...])

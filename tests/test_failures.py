@@ -1,4 +1,4 @@
-"""Where planning or writing fails, the error is raised, or the step runs as it was given and says why."""
+"""Where planning or writing fails, the error is raised, or the step runs unchanged and says why."""
 
 import warnings
 from collections.abc import Callable
@@ -28,7 +28,7 @@ STAGES = {
     "graph": "remat_opt.planner.prepared.build",
     "loops": "remat_opt.planner.candidates.ways_to_write",
     "writing loops": "remat_opt.planner.prepared.write_loops",
-    "search": "remat_opt.planner.candidates.Forms.found",
+    "search": "remat_opt.planner.candidates.Variants.candidate",
     "names": "remat_opt.planner.prepared.name_values",
     "fingerprint": "remat_opt.planner.prepared.fingerprint",
     "writing": "remat_opt.planner.prepared.write",
@@ -74,9 +74,9 @@ def test_a_stage_that_fails_raises_by_default_and_falls_back_on_request(
     with pytest.raises(BrokenStage, match="a bug in remat_opt"):
         optimize(step, budget=budget)(PARAMS, X)
     optimized = optimize(step, budget=budget, on_error="plain")
-    with pytest.warns(RematWarning, match=r"failed: BrokenStage: a bug in remat_opt.*runs as it was given") as told:
+    with pytest.warns(RematWarning, match=r"failed: BrokenStage: a bug in remat_opt.*runs as it was given") as caught:
         assert_right(optimized(PARAMS, X))
-    assert len(told) == 1
+    assert len(caught) == 1
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_right(optimized(PARAMS, X))  # without planning again

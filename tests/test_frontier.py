@@ -22,7 +22,7 @@ def front(case):
     return remat_opt.frontier(case.step, *case.make_args())
 
 
-def test_it_leads_from_the_least_memory_to_the_step_as_it_was_given(case, front) -> None:
+def test_it_leads_from_the_minimum_memory_to_the_original_step(case, front) -> None:
     least = remat_opt.optimize(case.step).plan(*case.make_args())
     assert front[0].peak_bytes <= least.predicted.peak_bytes  # at any cost; without a budget one forward pass at most
     assert front.cheapest_within(least.predicted.peak_bytes).extra_seconds <= least.predicted.extra_seconds

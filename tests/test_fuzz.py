@@ -146,7 +146,7 @@ def with_weak_types_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 def with_a_higher_peak(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search takes a schedule of more memory for one of less."""
     monkeypatch.setattr(
-        remat_opt.planner.candidates.Found,
+        remat_opt.planner.candidates.Candidate,
         "peak",
         property(lambda self: 10 * self.solution.peak if self.solution.schedule.recomputed else self.solution.peak),
     )
@@ -308,11 +308,11 @@ def test_a_renewed_key_takes_the_place_of_a_donated_one_on_gpus() -> None:
     captured = capture(jax.jit(step, donate_argnums=0), (state, jnp.ones((64, 8))), {})
     prepared = prepare(captured, resolve_target("h200"))
     found = found_for(prepared, How("h200", "auto", None))
-    assert not found.runs_as_given
+    assert not found.is_unchanged
     jax.jit(lambda *leaves: found.prepared.emit(found.solution, leaves)).lower(*captured.input_avals).compile()
 
 
-def test_arrays_that_a_branch_closes_over_are_found_where_its_memory_is_foreseen() -> None:
+def test_arrays_that_a_branch_closes_over_are_found_where_its_memory_is_predicted() -> None:
     """The branches' jaxprs were looked at without their constants, and planning failed."""
 
     def rule(h: jax.Array) -> jax.Array:
@@ -362,7 +362,7 @@ def test_barriers_in_small_loops_reach_the_cpu() -> None:
 
 @pytest.mark.parametrize("budget", [None, 0.6])
 def test_a_loop_may_be_repeated_for_one_result_where_the_other_is_kept_anyway(budget: float | None) -> None:
-    """The step of the reverse loop then had that one twice where its memory is foreseen, and planning failed."""
+    """The step of the reverse loop then had that one twice where its memory is predicted, and planning failed."""
 
     def turn(h: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         h = jnp.tanh(h @ w)

@@ -60,13 +60,13 @@ def stacks_made_forward(program: Program) -> int:
 @pytest.mark.parametrize("function", [layers, jax.jit(layers)])
 def test_a_stack_and_a_carry_are_read_where_they_went_in(function: Callable) -> None:
     found = capture(jax.jit(step_of(function)), arguments(), {})
-    assert (stacks_made_forward(found.given), stacks_made_forward(found.program)) == (1, 0)
+    assert (stacks_made_forward(found.original), stacks_made_forward(found.program)) == (1, 0)
 
 
 @pytest.mark.short
 def test_a_program_without_them_is_not_read_again() -> None:
     found = capture(jax.jit(lambda w, x: lax.scan(lambda h, w: (h @ w, 2 * w), x, w)), arguments(), {})
-    assert found.program is found.given
+    assert found.program is found.original
 
 
 @pytest.mark.filterwarnings("ignore::remat_opt.RematWarning")

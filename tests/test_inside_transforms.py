@@ -254,11 +254,11 @@ def test_under_shard_map_and_a_named_vmap() -> None:
 
 
 @pytest.mark.filterwarnings("default:.*nothing will be saved on the CPU:remat_opt.RematWarning")
-def test_the_cpu_user_is_told_once_that_nothing_is_saved() -> None:
+def test_the_cpu_user_is_reported_once_that_nothing_is_saved() -> None:
     optimized = optimize(step)
-    with pytest.warns(RematWarning, match="nothing will be saved on the CPU") as told:
+    with pytest.warns(RematWarning, match="nothing will be saved on the CPU") as caught:
         jax.jit(lambda p, x: optimized(p, x))(new_params(), X)
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.jit(lambda p, x: optimized(p, 2 * x))(new_params(), X)
@@ -267,9 +267,9 @@ def test_the_cpu_user_is_told_once_that_nothing_is_saved() -> None:
 
 
 def test_the_warning_names_the_users_line_also_when_jax_calls_the_step() -> None:
-    with pytest.warns(RematWarning, match="nothing will be saved on the CPU") as told:
+    with pytest.warns(RematWarning, match="nothing will be saved on the CPU") as caught:
         jax.jit(optimize(step))(new_params(), X)
-    assert [warning.filename for warning in told] == [__file__]
+    assert [warning.filename for warning in caught] == [__file__]
 
 
 def test_a_call_inside_a_transform_does_not_loosen_the_promise_of_a_budget() -> None:

@@ -10,7 +10,7 @@ from random_graphs import Sketch, graphs_with_choices, training_chain, training_
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.fusion import fuse, materialised
 from remat_opt.graph.graph import Graph, Kind, chain
-from remat_opt.graph.liveness import Buffer, least_possible, simulate
+from remat_opt.graph.liveness import Buffer, minimum_possible, simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
 
 
@@ -42,7 +42,7 @@ def test_a_schedule_that_cannot_run_is_refused() -> None:
         simulate(graph, Schedule((Run((1,), recomputed=True), Run((0, 1, 2)))))
 
 
-def again(*ops: int) -> Run:
+def recompute(*ops: int) -> Run:
     return Run(ops, recomputed=True)
 
 
@@ -59,7 +59,7 @@ def test_a_training_chain_holds_its_results_until_their_backward() -> None:
 def test_what_is_held_counts_until_the_return() -> None:
     graph = dataclasses.replace(fuse(chain([3, 5, 2, 7])).graph, held=frozenset({3}))
     assert simulate(graph, save_everything(graph)).live.tolist() == [3, 8, 7, 9, 7]
-    assert least_possible(graph) == 9
+    assert minimum_possible(graph) == 9
 
 
 def test_nothing_runs_nothing_lives() -> None:
@@ -183,16 +183,16 @@ def test_an_argument_that_is_returned_too_keeps_its_successor_out() -> None:
 
 def test_a_recomputed_run_frees_the_first_instance_after_its_last_use_before() -> None:
     graph = training_chain([10, 20, 30])
-    # Forward 0 1 2, loss 3, backward 4 5 6. Results 10 and 20 are made again before the last two backward ops.
-    runs = (Run((0, 1, 2, 3, 4)), again(0, 1), Run((5, 6)))
+    # Forward 0 1 2, loss 3, backward 4 5 6. Results 10 and 20 are recomputed before the last two backward ops.
+    runs = (Run((0, 1, 2, 3, 4)), recompute(0, 1), Run((5, 6)))
     #  op    0   1   2   3   4  barrier 0   1   5   6  return
     assert live_bytes(graph, *runs) == [10, 30, 50, 80, 100, 20, 30, 50, 60, 20, 0]
 
 
-def test_a_value_that_is_read_before_it_is_made_again_stays_until_then() -> None:
+def test_a_value_that_is_read_before_it_is_recomputed_stays_until_then() -> None:
     graph = training_chain([10, 20, 30])
     # 10 is now kept, as the repeat of op 1 reads it: it is live from its first computation to its backward.
-    runs = (Run((0, 1, 2, 3, 4)), again(1), Run((5, 6)))
+    runs = (Run((0, 1, 2, 3, 4)), recompute(1), Run((5, 6)))
     assert live_bytes(graph, *runs) == [10, 30, 60, 90, 110, 30, 50, 60, 20, 0]
 
 
@@ -202,8 +202,8 @@ def test_a_stored_value_goes_through_a_barrier_without_a_second_buffer() -> None
     b = sketch.op(a, size=20)
     last = sketch.op(a, b, size=1)
     graph = sketch.graph(last)
-    assert live_bytes(graph, Run((0, 1)), again(0), Run((2,))) == [10, 30, 20, 30, 30, 0]
-    assert live_bytes(graph, Run((0, 1)), again(1), Run((2,))) == [10, 30, 10, 30, 30, 0]
+    assert live_bytes(graph, Run((0, 1)), recompute(0), Run((2,))) == [10, 30, 20, 30, 30, 0]
+    assert live_bytes(graph, Run((0, 1)), recompute(1), Run((2,))) == [10, 30, 10, 30, 30, 0]
 
 
 def test_the_peak_can_be_looked_into() -> None:
@@ -236,15 +236,15 @@ def test_the_simulation_agrees_with_the_rules_read_slowly(drawn: tuple[Graph, Ch
 
 
 def test_no_schedule_needs_less_than_one_op() -> None:
-    assert least_possible(chain([3, 5, 2, 7])) == 8
-    assert least_possible(training_chain([10, 20, 30])) == 110 - 10  # the cotangent of 20 is made of 30, its and 20
+    assert minimum_possible(chain([3, 5, 2, 7])) == 8
+    assert minimum_possible(training_chain([10, 20, 30])) == 110 - 10  # the cotangent of 20 is made of 30, its and 20
 
 
 @settings(max_examples=300)
 @given(graphs_with_choices(max_layers=7))
-def test_the_least_possible_peak_is_below_that_of_any_schedule(drawn: tuple[Graph, Choice]) -> None:
+def test_the_minimum_possible_peak_is_below_that_of_any_schedule(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
-    assert least_possible(graph) <= simulate(graph, derive(graph, choice, early_order(graph))).peak
+    assert minimum_possible(graph) <= simulate(graph, derive(graph, choice, early_order(graph))).peak
 
 
 @given(unfused_training_graphs())
@@ -271,7 +271,7 @@ def test_results_and_operands_that_need_a_buffer_are_stored_and_single_reads_are
         (5, 30, 30, False),  # as large as what it is made of: dearer to store than to make again
     ],
 )
-def test_a_value_that_is_dear_to_fuse_is_stored(readers: int, source: int, size: int, stored: bool) -> None:
+def test_a_value_that_is_expensive_to_fuse_is_stored(readers: int, source: int, size: int, stored: bool) -> None:
     sketch = Sketch()
     cheap = sketch.elementwise(sketch.op(size=source), size=size)
     totals = [sketch.op(cheap, size=1, kind=Kind.REDUCTION) for _ in range(readers)]
@@ -305,7 +305,7 @@ class SlowSimulation:
         return self.graph.ops[index].inputs if what == "op" else self.covered(moment)
 
     def is_read_again(self, value: int, moment: int) -> bool:
-        """By an op after a moment, or by the caller, before it is made again."""
+        """By an op after a moment, or by the caller, before it is recomputed."""
         for later in range(moment + 1, self.end):
             if self.moments[later][0] == "op" and value in self.reads(later):
                 return True

@@ -207,7 +207,7 @@ def test_the_user_is_told_of_a_peak_in_a_loop_that_has_to_stay() -> None:
 
 
 def test_a_search_may_save_what_flash_attention_keeps_and_not_run_it_again():
-    """Under a budget between all and nothing the dear results are saved first, without anybody naming them."""
+    """Under a budget between all and nothing the expensive results are saved first, without anybody naming them."""
     time, width, layers = 256, 16, 6
     params = {"w1": models.normal(0, layers, width, 2 * width), "w2": models.normal(1, layers, 2 * width, width)}
 
@@ -230,7 +230,7 @@ def test_a_search_may_save_what_flash_attention_keeps_and_not_run_it_again():
         return sum(any(body.avals[v].shape == (time, time) for v in (*e.inputs, *e.outputs)) for e in products)
 
     assert choice.saved
-    assert products_of_scores(choices.chosen) == 5  # those of the backward pass; its scores are made again by design
+    assert products_of_scores(choices.chosen) == 5  # those of the backward pass; its scores are recomputed by design
     assert products_of_scores([(0, LoopChoice())]) == 6
 
 

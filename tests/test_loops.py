@@ -1,4 +1,4 @@
-"""What a pair of loops can be, how it is written again, and which option is chosen."""
+"""What a pair of loops can be, how it is rewritten, and which option is chosen."""
 
 import functools
 import math
@@ -39,7 +39,7 @@ def test_one_level_keeps_the_carries_alone(name):
     assert bytes_between(program)[0] < bytes_between(found.program)[0]
 
 
-def test_a_saved_value_is_stacked_and_not_computed_again():
+def test_a_saved_value_is_stacked_and_not_recomputed():
     found, leaves, aliases = captured(models.flash_attention)
     (pair,) = find_pairs(found.program).pairs
     exponentials = [e for e in pair.forward.body.equations if e.primitive is primitives.exp_p]

@@ -1,4 +1,4 @@
-"""Loops in all forms, written again in one and in two levels: the same values as the program that was given."""
+"""Loops in all forms, rewritten in one and in two levels: the same values as the original program."""
 
 import jax
 import numpy as np

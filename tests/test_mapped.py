@@ -1,4 +1,4 @@
-"""A `shard_map` that communicates becomes two: what depends on a collective, and what may be computed again."""
+"""A `shard_map` that communicates becomes two: what depends on a collective, and what may be recomputed."""
 
 from typing import Any
 
@@ -71,7 +71,7 @@ def test_one_that_cannot_be_divided_stays_and_the_user_is_told() -> None:
     np.testing.assert_allclose(optimized(W, X)[1], jax.jit(step)(W, X)[1], rtol=1e-6)
 
 
-def test_layers_are_computed_again_without_their_sum_over_devices() -> None:
+def test_layers_are_recomputed_without_their_sum_over_devices() -> None:
     layer = mapped(lambda x, w: x + lax.psum(jnp.tanh(jnp.sin(x @ w)) @ w.T, "model") / 8, P())
 
     def step(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:

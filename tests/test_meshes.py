@@ -1,5 +1,5 @@
-"""Steps on a mesh of eight devices: the same values and shardings, in less memory on each device, and what is computed
-again does not communicate again."""
+"""Steps on a mesh of eight devices: the same values and shardings, in less memory on each device, and what is
+recomputed does not communicate again."""
 
 import functools
 import json
@@ -98,7 +98,7 @@ def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed(r
     assert repeated["difference"] < 1e-5
 
 
-def test_weights_are_gathered_once_where_the_step_as_given_does_so(result: Asked) -> None:
+def test_weights_are_gathered_once_where_the_original_step_does_so(result: Asked) -> None:
     """Each weight is divided among the devices that the batch is divided among, too, and gathered for its product."""
     once, repeated = result("weights by data"), result("weights by data, repeated")
     assert repeated["collectives"][1] > repeated["collectives"][0] == once["collectives"][1]

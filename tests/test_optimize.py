@@ -346,7 +346,7 @@ def test_disable_jit_and_leak_checks_still_work(optimized: Any) -> None:
 
 
 @pytest.mark.parametrize("fun", [lambda x: x, lambda x: (x, 1.0), lambda x: None, lambda x: x @ x.T])
-def test_a_function_without_a_gradient_runs_as_it_was_given(fun: Any) -> None:
+def test_a_function_without_a_gradient_runs_unchanged(fun: Any) -> None:
     with pytest.warns(RematWarning, match="as it was given"):
         assert_same(optimize(fun)(X), jax.jit(fun)(X))
 

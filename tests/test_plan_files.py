@@ -142,9 +142,9 @@ def test_a_part_that_is_something_else_is_refused_or_makes_no_difference(plan: P
 )
 def test_a_plan_from_elsewhere_works_and_says_where_its_figures_are_from(plan: Plan, change: dict, said: str) -> None:
     optimized = optimize(step, plan=dataclasses.replace(plan, **change))
-    with pytest.warns(RematWarning, match=rf"planned with .*{said}.*not checked here") as told:
+    with pytest.warns(RematWarning, match=rf"planned with .*{said}.*not checked here") as caught:
         assert_right(optimized(PARAMS, X))
-    assert len(told) == 1
+    assert len(caught) == 1
     assert said in optimized.plan(PARAMS, X).note
     assert said in " ".join(str(optimized.explain(PARAMS, X)).split())
 

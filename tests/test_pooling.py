@@ -302,7 +302,7 @@ def test_pools_by_places_pay_where_nothing_is_recomputed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("target", ["cpu", "h200"])
-def test_what_the_scatter_takes_in_the_step_as_given_is_predicted(target: str) -> None:
+def test_what_the_scatter_takes_in_the_original_step_is_predicted(target: str) -> None:
     prepared = optimize(pooling_step, target=target, donate_argnums=0).prepare(KERNEL, IMAGES)
     measured = measure_flat(lambda *leaves: [pooling_step(*leaves)], [KERNEL, IMAGES], donated=(0,), target=target)
     assert prepared.plain_peak == pytest.approx(measured.temp_bytes, rel=0.2)

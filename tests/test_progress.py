@@ -11,7 +11,7 @@ import remat_opt
 from remat_opt.planner import progress
 from remat_opt.planner.progress import SearchProgress
 from remat_opt.search import Problem, search_of
-from remat_opt.search.watching import done, watched_by
+from remat_opt.search.progress import report_progress, reporting_to
 
 
 class Terminal(io.StringIO):
@@ -43,13 +43,13 @@ def test_what_is_quick_or_no_terminal_stays_silent() -> None:
 
 def test_a_search_tells_how_far_it_is() -> None:
     shares: list[float] = []
-    with watched_by(shares.append):
+    with reporting_to(shares.append):
         assert search_of(Problem(training_chain([10] * 12))).frontier
     assert len(shares) > 10
     assert shares == sorted(shares)
     assert 0.0 <= shares[0] < 0.2
     assert 0.9 < shares[-1] <= 1.0
-    done(0.5)  # nobody watches any more
+    report_progress(0.5)  # nobody watches any more
     assert shares[-1] > 0.9
 
 

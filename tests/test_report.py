@@ -78,7 +78,7 @@ def test_each_reason_is_read_off_the_schedule() -> None:
     last = sketch.op(e, size=1)
     for value in (d, c, b, a):
         last = sketch.op(last, value, size=1)
-    plan = plan_of(sketch.graph(last), Choice(frozenset({b, c, d, e}), turning_points=(4,), cuts=(2, 4)))
+    plan = plan_of(sketch.graph(last), Choice(frozenset({b, c, d, e}), boundaries=(4,), cuts=(2, 4)))
     assert reasons_of(plan, sketch.graph(last), [c, d, e]) == {
         c: Reason.NOT_RECOMPUTED,
         d: Reason.NOT_REPEATABLE,
@@ -96,10 +96,10 @@ def test_what_a_later_segment_is_recomputed_from_crosses_a_cut() -> None:
     for value in (c, inner, b, a):
         last = sketch.op(last, value, size=1)
     graph = sketch.graph(last)
-    plan = plan_of(graph, Choice(frozenset({b}), turning_points=(4,), cuts=(2, 4)))
+    plan = plan_of(graph, Choice(frozenset({b}), boundaries=(4,), cuts=(2, 4)))
     assert reasons_of(plan, graph, [b])[b] is Reason.CROSSES_A_CUT
-    plan = plan_of(graph, Choice(frozenset({b, inner}), turning_points=(4,), cuts=(2, 4)))
-    assert reasons_of(plan, graph, [b, inner])[inner] is Reason.DEAR
+    plan = plan_of(graph, Choice(frozenset({b, inner}), boundaries=(4,), cuts=(2, 4)))
+    assert reasons_of(plan, graph, [b, inner])[inner] is Reason.EXPENSIVE
 
 
 def plan_of(graph: Graph, choice: Choice) -> Plan:
@@ -148,7 +148,7 @@ def test_a_curve_is_drawn_to_scale() -> None:
 
 def test_recomputation_is_underlined() -> None:
     graph = climbing()
-    schedule = derive(graph, Choice(turning_points=(3,), cuts=(1, 3)), range(len(graph.ops)))
+    schedule = derive(graph, Choice(boundaries=(3,), cuts=(1, 3)), range(len(graph.ops)))
     assert schedule.recomputed
     curve = curve_of(graph, schedule, simulate(graph, schedule))
     assert draw(curve, width=60, height=2, seconds=curve.seconds, top=curve.peak)[-1].strip("━ ") == ""
@@ -167,7 +167,7 @@ def test_a_curve_of_nothing_is_flat() -> None:
 def test_a_curve_refuses_the_liveness_of_another_schedule() -> None:
     graph = climbing()
     with pytest.raises(ValueError, match="expected the liveness of this schedule"):
-        curve_of(graph, derive(graph, Choice(turning_points=(2,)), range(7)), simulate(graph, save_everything(graph)))
+        curve_of(graph, derive(graph, Choice(boundaries=(2,)), range(7)), simulate(graph, save_everything(graph)))
 
 
 # Explanations of real steps
@@ -210,7 +210,7 @@ def test_the_curves_peak_where_the_plan_says(explanation: Explanation) -> None:
 
 
 @pytest.mark.parametrize("name", ["conv_net", "micro_batches"])
-def test_the_curve_before_is_of_the_step_as_given(name: str) -> None:
+def test_the_curve_before_is_of_the_original_step(name: str) -> None:
     """Masks and loops that only the rewritten step has are not in it."""
     case = STEPS[name]()
     found = remat_opt.optimize(case.step).explain(*case.make_args(), **case.make_kwargs())

@@ -30,7 +30,7 @@ def random_problem(seed: int) -> Problem:
     return Problem(training_graph(source, source.randint(1, 12)))
 
 
-def again(*ops: int) -> Run:
+def recompute(*ops: int) -> Run:
     return Run(ops, recomputed=True)
 
 
@@ -97,9 +97,9 @@ def test_chen_by_hand() -> None:
     problem = Problem(training_chain([1] * 9))
     assert problem.plain.peak == 11
     solution = chen.solve(problem, None)
-    # Two segments, of five and six ops; the second is not made again.
+    # Two segments, of five and six ops; the second is not recomputed.
     assert solution.choice.saved == {5}
-    runs = (Run(tuple(range(14))), again(0, 1, 2, 3), Run((14, 15, 16, 17, 18)))
+    runs = (Run(tuple(range(14))), recompute(0, 1, 2, 3), Run((14, 15, 16, 17, 18)))
     assert solution.schedule.runs == runs
     assert (solution.peak, solution.extra_seconds) == (7, 4.0)
 
@@ -111,11 +111,11 @@ def test_hong_by_hand() -> None:
     assert solution.choice.saved == {3, 6, 8}
     assert solution.schedule.runs == (
         Run(tuple(range(11))),
-        again(6),
+        recompute(6),
         Run((11, 12)),
-        again(3, 4),
+        recompute(3, 4),
         Run((13, 14, 15)),
-        again(0, 1),
+        recompute(0, 1),
         Run((16, 17, 18)),
     )
     assert (solution.peak, solution.extra_seconds) == (6, 5.0)
@@ -124,16 +124,16 @@ def test_hong_by_hand() -> None:
 def test_rotor_by_hand() -> None:
     problem = Problem(training_chain([1] * 9))
     solution = rotor.solve(problem, None)
-    # Everything from the start, two layers at a time: what is made on the way is forgotten, and made again.
+    # Everything from the start, two layers at a time: what is made on the way is evicted, and recomputed.
     assert solution.schedule.runs == (
         Run(tuple(range(10))),
-        again(7),
+        recompute(7),
         Run((10, 11)),
-        again(0, 1, 2, 3, 4, 5),
+        recompute(0, 1, 2, 3, 4, 5),
         Run((12, 13)),
-        again(0, 1, 2, 3),
+        recompute(0, 1, 2, 3),
         Run((14, 15)),
-        again(0, 1),
+        recompute(0, 1),
         Run((16, 17, 18)),
     )
     assert (solution.peak, solution.extra_seconds) == (5, 13.0)
@@ -159,9 +159,9 @@ def test_a_nested_plan_is_followed() -> None:
     solution = nested_solution(stages, plan)
     assert solution.schedule.runs == (
         Run((0, 1, 2, 3, 4, 5, 6, 7)),
-        again(3),  # the result of stage 4 is the saved input of stage 5
+        recompute(3),  # the result of stage 4 is the saved input of stage 5
         Run((8, 9)),
-        again(0, 1),  # stage 2 has no sweep of its own: its result is saved, its operand is made again
+        recompute(0, 1),  # stage 2 has no sweep of its own: its result is saved, its operand is recomputed
         Run((10, 11, 12)),
     )
     check(stages.problem, solution)
@@ -289,8 +289,8 @@ def test_rotor_solves_a_programme_once_for_many_budgets_and_reads_few_of_its_pla
 
 def test_hong_solves_a_table_once_for_many_budgets(monkeypatch: pytest.MonkeyPatch) -> None:
     solved = []
-    solve = hong.least_seconds
-    monkeypatch.setattr(hong, "least_seconds", lambda table, size: (solved.append(size), solve(table, size))[1])
+    solve = hong.minimum_seconds
+    monkeypatch.setattr(hong, "minimum_seconds", lambda table, size: (solved.append(size), solve(table, size))[1])
     problem = Problem(training_chain([1] * 30))
     plain = problem.plain.peak
     found = [hong.solve(problem, budget) for budget in range(plain // 2, plain, plain // 20)]

@@ -87,7 +87,7 @@ def moves(stages: Sequence[ChainStage], state: State) -> Iterator[Move]:
             yield Step(Action.BACKWARD, k), after, stage.backward_seconds, base + stage.backward_transient
 
 
-def least_seconds(stages: Sequence[ChainStage], memory: int) -> float | None:
+def minimum_seconds(stages: Sequence[ChainStage], memory: int) -> float | None:
     """By brute force: the shortest way to the end through all states of a persistent schedule."""
     start: State = (len(stages) - 1, frozenset(), frozenset(), -1)
     best: dict[State, float] = {start: 0.0}
@@ -132,7 +132,7 @@ def test_rotor_is_the_least_of_all_persistent_schedules(seed: int) -> None:
     everything = sum(stage.kept_bytes for stage in stages) + 6
     for memory in (source.randint(0, everything), source.randint(everything // 2, everything)):
         found = rotor.optimal_sequence(stages, memory)
-        assert (found and found[0]) == least_seconds(stages, memory)
+        assert (found and found[0]) == minimum_seconds(stages, memory)
         if found:
             seconds, live = replay(stages, found[1])
             assert seconds == found[0]

@@ -26,7 +26,7 @@ def random_problem(seed: int, most_layers: int = 8) -> Problem:
     return Problem(training_graph(source, source.randint(1, most_layers)))
 
 
-def again(*ops: int) -> Run:
+def recompute(*ops: int) -> Run:
     return Run(ops, recomputed=True)
 
 
@@ -41,7 +41,7 @@ def check(problem: Problem, solution: Solution) -> None:
 
 
 @each_solver
-def test_least_memory_is_a_valid_schedule_and_never_worse_than_saving_everything(solve: Solver) -> None:
+def test_minimum_memory_is_a_valid_schedule_and_never_worse_than_saving_everything(solve: Solver) -> None:
     lowered = 0
     for seed in range(60):
         problem = random_problem(seed)
@@ -53,7 +53,7 @@ def test_least_memory_is_a_valid_schedule_and_never_worse_than_saving_everything
 
 
 @each_solver
-def test_a_budget_is_kept_from_the_least_peak_to_the_plain_one(solve: Solver) -> None:
+def test_a_budget_is_kept_from_the_minimum_peak_to_the_plain_one(solve: Solver) -> None:
     for seed in range(30):
         problem = random_problem(seed)
         least = solve(problem, None)
@@ -66,7 +66,7 @@ def test_a_budget_is_kept_from_the_least_peak_to_the_plain_one(solve: Solver) ->
 
 
 @each_solver
-def test_where_the_budget_cannot_be_reached_the_answer_is_the_least_peak(solve: Solver) -> None:
+def test_where_the_budget_cannot_be_reached_the_answer_is_the_minimum_peak(solve: Solver) -> None:
     for seed in range(20):
         least = solve(random_problem(seed), None)
         impossible = solve(random_problem(seed), max(least.peak - 1, 0))
@@ -74,7 +74,7 @@ def test_where_the_budget_cannot_be_reached_the_answer_is_the_least_peak(solve: 
 
 
 @each_solver
-def test_where_the_plain_step_fits_nothing_is_made_again(solve: Solver) -> None:
+def test_where_the_plain_step_fits_nothing_is_recomputed(solve: Solver) -> None:
     problem = Problem(training_chain([1, 2, 3, 4]))
     assert solve(problem, problem.plain.peak) is problem.plain
 
@@ -161,7 +161,8 @@ def test_on_a_chain_all_find_the_segments_that_make_the_peak_least() -> None:
 
 
 def hand_typed() -> Graph:
-    """Two layers of 10 bytes, the second dear; the plain peak is that of its backward: both results and cotangents."""
+    """Two layers of 10 bytes, the second expensive; the plain peak is that of its backward: both results and
+    cotangents."""
     sketch = Sketch()
     data = sketch.input(10)
     first = sketch.op(data, size=10)
@@ -179,22 +180,22 @@ def test_milp_on_a_graph_typed_by_hand() -> None:
     assert milp.solve(problem, None).schedule == problem.plain.schedule
 
 
-def test_milp_makes_a_cheap_branch_again_and_keeps_the_dear_one() -> None:
+def test_milp_recomputes_a_cheap_branch_and_keeps_the_expensive_one() -> None:
     sketch = Sketch()
     data = sketch.input(1)
-    dear = sketch.op(data, size=10, seconds=9)
+    expensive = sketch.op(data, size=10, seconds=9)
     cheap = sketch.op(data, size=10, seconds=1)
-    bottom = sketch.op(dear, cheap, size=1)
+    bottom = sketch.op(expensive, cheap, size=1)
     wide = sketch.op(bottom, size=20)
     narrow = sketch.op(wide, size=1)
-    graph = sketch.graph(sketch.op(narrow, dear, cheap, size=1))
+    graph = sketch.graph(sketch.op(narrow, expensive, cheap, size=1))
     problem = Problem(graph)
     assert problem.plain.peak == 10 + 10 + 1 + 20
     solution = milp.solve(problem, 31)
-    assert solution.schedule.runs == (Run((0, 1, 2, 3, 4)), again(1), Run((5,)))
+    assert solution.schedule.runs == (Run((0, 1, 2, 3, 4)), recompute(1), Run((5,)))
     assert (solution.peak, solution.extra_seconds) == (31, 1)
-    assert solution.choice.saved == {dear, narrow}
-    # With no budget both are made again: 20 + 1 bytes in op 4, 10 + 10 + 1 in ops 2 and 5 (what it returns is free).
+    assert solution.choice.saved == {expensive, narrow}
+    # With no budget both are recomputed: 20 + 1 bytes in op 4, 10 + 10 + 1 in ops 2 and 5 (what it returns is free).
     least = milp.solve(problem, None)
     assert (least.peak, least.extra_seconds) == (21, 10)
 
@@ -204,7 +205,7 @@ def schedules(problem: Problem, most: int) -> list[Schedule] | None:
     are more than `most`."""
     graph, order = problem.graph, problem.order
     outputs = set(graph.outputs)
-    may_run_again = [graph.ops[op].repeatable and not outputs.issuperset(graph.ops[op].outputs) for op in order]
+    can_recompute = [graph.ops[op].repeatable and not outputs.issuperset(graph.ops[op].outputs) for op in order]
     found: list[Schedule] = []
 
     def from_the_end(place: int, stage: int, read: set[int], repeats: list[int], runs: list[Run]) -> None:
@@ -212,7 +213,7 @@ def schedules(problem: Problem, most: int) -> list[Schedule] | None:
         if len(found) > most:
             return
         if place < 0:
-            runs = [*runs, Run((order[stage],)), again(*reversed(repeats))]
+            runs = [*runs, Run((order[stage],)), recompute(*reversed(repeats))]
             if stage:
                 op = graph.ops[order[stage - 1]]
                 from_the_end(stage - 2, stage - 1, read - {*op.outputs} | {*op.inputs}, [], runs)
@@ -221,7 +222,7 @@ def schedules(problem: Problem, most: int) -> list[Schedule] | None:
             return
         from_the_end(place - 1, stage, read, repeats, runs)
         op = graph.ops[order[place]]
-        if may_run_again[place] and not read.isdisjoint(op.outputs):
+        if can_recompute[place] and not read.isdisjoint(op.outputs):
             read = read - {*op.outputs} | {*op.inputs}
             from_the_end(place - 1, stage, read, [*repeats, order[place]], runs)
 
@@ -254,7 +255,7 @@ def small_graph(source: random.Random) -> Graph:
     return sketch.graph(cotangent)
 
 
-def test_milp_finds_the_least_peak_and_the_least_time_of_all_schedules() -> None:
+def test_milp_finds_the_minimum_peak_and_the_minimum_time_of_all_schedules() -> None:
     graphs = gained = count = 0
     for seed in itertools.count():
         if graphs == 300:

@@ -89,7 +89,7 @@ def cost(task: Task, chain: tuple[int, ...]) -> tuple[int, float]:
     return peak, seconds
 
 
-def test_least_peak_and_least_time_are_those_of_all_chains_of_lower_sets() -> None:
+def test_minimum_peak_and_minimum_time_are_those_of_all_chains_of_lower_sets() -> None:
     tested = chains = 0
     for seed in itertools.count():
         if tested == GRAPHS:
@@ -102,11 +102,11 @@ def test_least_peak_and_least_time_are_those_of_all_chains_of_lower_sets() -> No
         costs = [cost(task, chain) for chain in every]
         blocks = Blocks(task, sets)
         least = min(peak for peak, _ in costs)
-        assert blocks.least_peak() == least, seed
-        assert blocks.least_seconds(least - 1) is None
+        assert blocks.minimum_peak() == least, seed
+        assert blocks.minimum_seconds(least - 1) is None
         assert blocks.peak_of_saving_all() == cost(task, (sets[-1],))[0]
         for limit in sorted({peak for peak, _ in costs})[:4]:
-            strategy = blocks.least_seconds(limit)
+            strategy = blocks.minimum_seconds(limit)
             assert strategy is not None
             peak, seconds = cost(task, tuple(sets[index] for index in strategy))
             assert peak <= limit
@@ -123,8 +123,8 @@ def test_seconds_that_have_no_common_divisor_are_rounded() -> None:
         if sets is None or (every := chains_of(task, sets)) is None:
             continue
         blocks = Blocks(task, sets)
-        limit = blocks.least_peak() + 5
-        strategy = blocks.least_seconds(limit)
+        limit = blocks.minimum_peak() + 5
+        strategy = blocks.minimum_seconds(limit)
         assert strategy is not None
         peak, seconds = cost(task, tuple(sets[index] for index in strategy))
         assert peak <= limit
@@ -174,9 +174,9 @@ def test_a_chain_typed_by_hand() -> None:
     assert sets is not None
     blocks = Blocks(task, sets)
     assert blocks.peak_of_saving_all() == 17
-    assert blocks.least_peak() == 13
-    assert blocks.least_seconds(13) == (2, 4)  # vertex 0 runs again, vertex 1 is kept
-    assert blocks.least_seconds(17) == (4,)
+    assert blocks.minimum_peak() == 13
+    assert blocks.minimum_seconds(13) == (2, 4)  # vertex 0 runs again, vertex 1 is kept
+    assert blocks.minimum_seconds(17) == (4,)
 
 
 def test_the_distance_of_the_formula_to_the_best_simulated_strategy() -> None:
@@ -196,7 +196,7 @@ def test_the_distance_of_the_formula_to_the_best_simulated_strategy() -> None:
             continue
         best = min(solution_of(forward, chain).peak for chain in every)
         blocks = Blocks(task, sets)
-        strategy = blocks.least_seconds(blocks.least_peak())
+        strategy = blocks.minimum_seconds(blocks.minimum_peak())
         assert strategy is not None
         found = solution_of(forward, [sets[index] for index in strategy]).peak
         assert found >= best

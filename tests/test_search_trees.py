@@ -10,7 +10,7 @@ from random_graphs import Sketch
 from remat_opt.search import Problem
 from remat_opt.search.division_tree import Division, Edge, Node, branch_parts, divide, independent_segments
 from remat_opt.search.feng_huang import _Search, checkpoints_of_chain, checkpoints_of_graph, max_terms, solve, tied
-from remat_opt.search.forward import forward_part, turning_point
+from remat_opt.search.forward import forward_backward_boundary, forward_part
 
 GRAPHS = 300
 
@@ -294,7 +294,7 @@ def masked_step() -> tuple[Problem, list[int]]:
 
 def test_the_forward_part_ends_where_the_cotangents_come_back() -> None:
     problem, values = masked_step()
-    assert turning_point(problem) == 7  # the loss and the ops before it go forward
+    assert forward_backward_boundary(problem) == 7  # the loss and the ops before it go forward
     forward = forward_part(problem)
     assert [made for (made,) in forward.values] == values  # no metric: it is returned, and there in any case
     assert forward.predecessors == ((), (), (0, 1), (0,), (2,), (4,))

@@ -21,7 +21,7 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import simulate
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
-from remat_opt.search.dear import keep_dear_results
+from remat_opt.search.expensive import keep_expensive_results
 from remat_opt.search.problem import memory_first
 
 STORED = [Kind.REDUCTION, Kind.CONTRACTION, Kind.OPAQUE]
@@ -159,7 +159,7 @@ def two_humps(layers: int) -> Graph:
     return sketch.graph(cotangent)
 
 
-def test_two_turning_points_are_both_found() -> None:
+def test_two_boundaries_are_both_found() -> None:
     alone = search(training_chain([10] * 16)).peak
     assert Problem(two_humps(16)).plain.peak == 181
     assert search(two_humps(16)).peak <= 1.2 * alone
@@ -220,10 +220,10 @@ def test_where_sums_are_cheap_products_alone_are_kept() -> None:
 
 @settings(max_examples=20)
 @given(blocks=st.integers(5, 20))
-def test_schedules_that_keep_dear_results_take_less_and_less_time(blocks: int) -> None:
+def test_schedules_that_keep_expensive_results_take_less_and_less_time(blocks: int) -> None:
     problem = Problem(graph := residual_network(blocks))
     segmented = min(search_of(problem).one_level, key=memory_first)
-    path = list(keep_dear_results(problem, [segmented]))
+    path = list(keep_expensive_results(problem, [segmented]))
     assert path[0].choice.saved <= {value for op in graph.ops if op.kind in STORED for value in op.outputs}
     assert path[-1].extra_seconds < path[0].extra_seconds
     for one, following in itertools.pairwise(path):
@@ -254,7 +254,7 @@ from test_segments import search, two_humps
 graphs = [training_graph(random.Random(seed), 8) for seed in range(30)]
 for graph in [*graphs, training_chain([3, 5, 3, 5, 5, 5, 3, 3]), two_humps(9)]:
     solution = search(graph)
-    print(solution.schedule, sorted(solution.choice.saved), solution.choice.turning_points, solution.choice.cuts)
+    print(solution.schedule, sorted(solution.choice.saved), solution.choice.boundaries, solution.choice.cuts)
 """
 
 

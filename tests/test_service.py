@@ -273,7 +273,7 @@ def effects(x: jax.Array) -> Any:
         (effects, (X,), {}),
     ],
 )
-def test_a_step_that_runs_as_it_was_given_lowers_to_the_text_of_the_jitted_one(
+def test_a_step_that_runs_unchanged_lowers_to_the_text_of_the_jitted_one(
     fun: Callable, arguments: tuple, options: dict
 ) -> None:
     optimized, jitted = optimize(fun, **options), jax.jit(fun, **options)
@@ -314,7 +314,7 @@ def symbolic_arguments() -> Any:
 
 @pytest.mark.short
 @pytest.mark.parametrize("options", [{}, {"budget": "min"}, {"on_error": "plain"}], ids=str)
-def test_a_step_of_symbolic_shapes_is_exported_as_it_was_given(options: dict) -> None:
+def test_a_step_of_symbolic_shapes_is_exported_unchanged(options: dict) -> None:
     step, arguments = step_of(), symbolic_arguments()
     optimized = optimize(step, **options)
     with pytest.warns(RematWarning, match=r"symbolic shapes \(float32\[batch,32\]\) have no size to plan for"):

@@ -60,7 +60,7 @@ def forward_products(bridge: Bridge) -> list[int]:
 
 
 def mlp_schedule(bridge: Bridge) -> tuple[Schedule, frozenset[int]]:
-    """Layers 3 and 1 are made again, one after the other, from the saved products of layers 2 and 4."""
+    """Layers 3 and 1 are recomputed, one after the other, from the saved products of layers 2 and 4."""
     products = forward_products(bridge)
     order = early_order(bridge.graph)
     made = [order.index(bridge.graph.producer[value]) for value in products]

@@ -30,14 +30,14 @@ def test_prints_happen_once_and_in_order(capfd: pytest.CaptureFixture) -> None:
     bridge = bridge_of(step, jnp.eye(2))
     graph = bridge.graph
     turn = len(graph.ops) - 1
-    schedule = derive(graph, Choice(turning_points=(turn,)), range(len(graph.ops)))
+    schedule = derive(graph, Choice(boundaries=(turn,)), range(len(graph.ops)))
     assert schedule.recomputed
     jax.jit(written(bridge, schedule))(jnp.eye(2))
     jax.effects_barrier()
     assert capfd.readouterr().out.split("\n")[:-1] == ["first 1.0", "second 1.0"]
 
 
-def test_a_dropout_mask_that_is_made_again_is_the_same() -> None:
+def test_a_dropout_mask_that_is_recomputed_is_the_same() -> None:
     def objective(w, x, key):
         kept = jax.random.bernoulli(key, 0.5, (7, 5))
         hidden = jnp.where(kept, jnp.tanh(x @ w), 0.0)
@@ -47,7 +47,7 @@ def test_a_dropout_mask_that_is_made_again_is_the_same() -> None:
     bridge = bridge_of(jax.grad(objective), *arguments)
     order = range(len(bridge.graph.ops))
     turn = len(bridge.graph.ops) - 2
-    schedule = derive(bridge.graph, Choice(turning_points=(turn,)), order)
+    schedule = derive(bridge.graph, Choice(boundaries=(turn,)), order)
     assert "random_bits" in {bridge.graph.ops[op].name for op in schedule.recomputed}
     got = jax.jit(written(bridge, schedule), compiler_options=OPTIONS)(*arguments)
     np.testing.assert_allclose(got[0], jax.grad(objective)(*arguments), rtol=1e-5)

@@ -36,7 +36,7 @@ from remat_opt.trace.fingerprint import fingerprint
 from remat_opt.trace.inline import Program
 
 _NOT_GIVEN: Any = object()
-_MOST_REMEMBERED = 256  # programs
+_MOST_CACHED = 256  # programs
 
 
 def checkpoint(
@@ -193,7 +193,7 @@ class _Outcomes:
         with self.lock:
             if key not in self.found:
                 self.found[key] = decide(), plan
-                if len(self.found) > _MOST_REMEMBERED:
+                if len(self.found) > _MOST_CACHED:
                     self.found.popitem(last=False)
             self.found.move_to_end(key)
             return self.found[key][0]
@@ -302,14 +302,14 @@ class _Checkpointed:
         except Exception as error:
             # Where JAX fails, too, it says so to whom it concerns: when somebody asks for the derivative.
             if jax_differentiates(captured):
-                self.tell_of_failure(error)
+                self.warn_of_failure(error)
             return _ONE_REGION
         if differentiated is None:
             return _ONE_REGION
         decision = decide_checkpoint(differentiated, self.settings)
         return _Outcome(decision.layout, decision.is_one_region)
 
-    def tell_of_failure(self, error: Exception) -> None:
+    def warn_of_failure(self, error: Exception) -> None:
         name = getattr(self.fun, "__qualname__", None) or repr(self.fun)
         warnings.warn(
             f"remat_opt: {name}: reading its derivative failed: {type(error).__name__}: {error}; it stands under one "
@@ -342,7 +342,7 @@ def _as_it_is(program: Program, *leaves: Any) -> list[Any]:
 
 
 @functools.cache
-def _tell_of_remat3() -> None:
+def _warn_of_remat3_once() -> None:
     warnings.warn(
         "remat_opt: under jax_remat3 this JAX ties recomputation to no cotangent, so that compilers may do it early: "
         "results are right, little memory may be saved. Turn jax_remat3 off, or install jax 0.12 or newer",
@@ -353,4 +353,4 @@ def _tell_of_remat3() -> None:
 
 def _warn_of_remat3() -> None:
     if compat.uses_remat3() and not compat.remat3_pins_cotangents():
-        _tell_of_remat3()
+        _warn_of_remat3_once()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from remat_opt.planner.candidates import Found
+from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.prepared import Prepared
 from remat_opt.search import Solution
 from remat_opt.targets import (
@@ -49,11 +49,11 @@ def compile_candidate(
 
     Args:
         prepared: the step.
-        solution: what is written; None for the step as it was given under our options, of which a budget may be a part.
+        solution: what is written; None for the original step under our options, of which a budget may be a part.
         compiler_options: the user's, which ours are put under.
     """
     options = compiler_options
-    if solution is None or not Found(prepared, solution).runs_as_given:
+    if solution is None or not Candidate(prepared, solution).is_unchanged:
         options = compiler_options_for(prepared.target.platform, compiler_options)
     captured, target = prepared.captured, prepared.target
     plain = compat.function_of_jaxpr(captured.traced)

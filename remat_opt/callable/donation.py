@@ -75,7 +75,7 @@ def find_undonated(
     Returns:
         None where less than `LEAST_SHARE` of the physical peak or `LEAST_BYTES` could be saved.
     """
-    program = captured.given
+    program = captured.original
     fixed = [*program.inputs, *(x for x in program.outputs if not isinstance(x, Constant))]
     peak = temp_bytes + sum(bytes_of(program.avals[value]) for value in fixed)
     peak -= sum(bytes_of(aval) for aval, donated in zip(captured.input_avals, captured.donated, strict=True) if donated)
@@ -96,7 +96,7 @@ def find_undonated(
 
 def _arguments(captured: Captured, fun: Callable, options: dict[str, Any], args: tuple) -> Iterable[_Argument]:
     """The arguments of a call with what comes back of each; what is donated takes its results first."""
-    program = captured.given
+    program = captured.original
     leaves, _ = jax.tree_util.tree_flatten_with_path(captured.traced.args_info)
     inputs = program.inputs[len(captured.closed_over) :]
     returned = [x for x in program.outputs if not isinstance(x, Constant)]

@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Iterator
 
 from remat_opt.callable.function import OptimizedFunction
-from remat_opt.planner.candidates import Forms
+from remat_opt.planner.candidates import Variants
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.planning import decision_of
 from remat_opt.planner.progress import SearchProgress
-from remat_opt.search.watching import watched_by
+from remat_opt.search.progress import reporting_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,8 +70,8 @@ class Frontier:
 def trace_frontier(function: OptimizedFunction, args: tuple, kwargs: dict, *, budgets: int) -> Frontier:
     """The Pareto front that a search found; of the other solvers, of their answers to budgets up to the plain peak."""
     prepared, settings = function.prepare(*args, **kwargs), function.settings
-    with SearchProgress() as progress, watched_by(progress):
-        every = Forms(prepared, settings.solver, settings.keep_user_checkpoints).frontier(budgets)
+    with SearchProgress() as progress, reporting_to(progress):
+        every = Variants(prepared, settings.solver, settings.keep_user_checkpoints).frontier(budgets)
     plans = [decision_of(found, settings).plan for found in every]
     return Frontier(
         tuple(

@@ -32,7 +32,7 @@ class Measurement:
     Attributes:
         name: of the step.
         target: name of the device that was compiled for.
-        plain: the step as it was given; None where only an optimised one was given, or where it does not fit.
+        plain: the original step; None where only an optimised one was given, or where it does not fit.
         optimized: the step as `optimize` writes it; None where it does not fit.
         plan: what `optimize` decided.
         plain_refusal: why the compiler refused the plain step (TPU compilers refuse what does not fit the device; its
@@ -162,7 +162,7 @@ def measure_step(step: Any, target: Target | None, with_plain: bool, args: tuple
     Args:
         step: what `optimize` returned.
         target: the device to compile for; None for the one that the step is planned for.
-        with_plain: whether the step as it was given is measured, too.
+        with_plain: whether the original step is measured, too.
         args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
         kwargs: its keyword arguments.
     """

@@ -7,7 +7,7 @@ once a signature is compiled, keys are jit's own, and the executable that was co
 the call uses.
 
 What is known of a signature is kept by the jaxpr that JAX caches for it, weakly: it goes when JAX drops the trace
-(`jax.clear_caches()`, a full cache). The user's function is traced once; a step that runs as it was given is written
+(`jax.clear_caches()`, a full cache). The user's function is traced once; a step that runs unchanged is written
 from that jaxpr, too. The jits point back to the `PlannedFunction` but weakly, so that dropping it frees all that
 the step closes over at once.
 
@@ -34,10 +34,10 @@ from remat_opt.callable.closed_over import leaving_modules
 from remat_opt.callable.compiling import compile_as_called, compile_candidate
 from remat_opt.callable.donation import Undonated, find_undonated
 from remat_opt.callable.jit_options import standing_for, with_ours
-from remat_opt.callable.warnings_once import Teller
+from remat_opt.callable.warnings_once import Reporter
 from remat_opt.emit.differentiable import with_derivative_of
-from remat_opt.planner.decision import Decision, runs_as_given
-from remat_opt.planner.fallback import as_given_after, failure_note, of_symbolic_shapes, unread
+from remat_opt.planner.decision import Decision, is_unchanged
+from remat_opt.planner.fallback import failure_note, of_symbolic_shapes, original_after, unread
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
 from remat_opt.planner.step import decide_step, read_step
@@ -79,7 +79,7 @@ class PlannedFunction:
         self._with_ours = False  # whether the present jit has our compiler options
         self._lock = threading.RLock()
         self._handed = threading.local()
-        self._teller = Teller(fun, settings)
+        self._reporter = Reporter(fun, settings)
 
     @property
     def target(self) -> Target:
@@ -89,7 +89,7 @@ class PlannedFunction:
     @property
     def name(self) -> str:
         """The function's."""
-        return self._teller.name
+        return self._reporter.name
 
     def clear_cache(self) -> None:
         """Forget all plans and compiled steps."""
@@ -98,11 +98,11 @@ class PlannedFunction:
             self._provisional.clear()
             self.plain.clear_cache()
             self._inner.clear_cache()
-            self._forget_compiled()
+            self._drop_compiled()
 
     def undonated(self, decision: Decision, args: tuple) -> Undonated | None:
         """State among these arguments that comes back as results and is not donated; None where it is little."""
-        if not decision.prepared.captured.given.outputs:  # a step that was not read
+        if not decision.prepared.captured.original.outputs:  # a step that was not read
             return None
         return find_undonated(
             decision.prepared.captured,
@@ -110,7 +110,7 @@ class PlannedFunction:
             self._options,
             args,
             temp_bytes=decision.plan.predicted.peak_bytes,
-            several=decision.runs_as_given,
+            several=decision.is_unchanged,
         )
 
     # Planning on a miss
@@ -129,13 +129,13 @@ class PlannedFunction:
         except PlanNeeded:
             pass  # leave the handler, so that later errors do not carry it
         decision = self.decision(args, kwargs)
-        if self._settings.on_error == "plain" and not decision.runs_as_given:
+        if self._settings.on_error == "plain" and not decision.is_unchanged:
             decision = self._prove(decision, args, kwargs, compiling)
         with self._hand(decision.prepared, decision.solution):
             return use(self.jit_for(args, kwargs, calling=compiling))
 
     def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
-        """The decision if it can be written, and compiled where asked, else to run the step as it was given. A call
+        """The decision if it can be written, and compiled where asked, else to run the original step. A call
         uses what was compiled here."""
         key = self.plain.trace(*args, **kwargs).jaxpr
         stage = "writing"
@@ -148,11 +148,11 @@ class PlannedFunction:
                     self._proven.add(key)
         except Exception as error:
             with self._lock:
-                decision = as_given_after(error, f"{stage} the rewritten step", decision.prepared, self._settings)
+                decision = original_after(error, f"{stage} the rewritten step", decision.prepared, self._settings)
                 if key in self._decisions:
                     self._decisions[key] = decision
-                self._forget_compiled(any(not one.runs_as_given for one in self._decisions.values()))
-            self._teller.tell(decision)
+                self._drop_compiled(any(not one.is_unchanged for one in self._decisions.values()))
+            self._reporter.report(decision)
         return decision
 
     def decision(self, args: tuple, kwargs: dict) -> Decision:
@@ -162,7 +162,7 @@ class PlannedFunction:
             traced = self.plain.trace(*args, **kwargs)
             key = traced.jaxpr
             # Inside another transform nothing can be compiled: what is decided there is no promise for calls outside.
-            provisional = self._settings.budget.is_promise and not compat.outside_of_any_trace()
+            provisional = self._settings.budget.has_limit and not compat.outside_of_any_trace()
             decisions = self._provisional if provisional else self._decisions
             if key in decisions:
                 return decisions[key]
@@ -173,12 +173,12 @@ class PlannedFunction:
             seconds["search"] = time.perf_counter() - started - others
             if not decision.prepared.captured.closed_over:
                 decisions[key] = decision
-            rewritten = any(not one.runs_as_given for one in (decision, *self._decisions.values()))
+            rewritten = any(not one.is_unchanged for one in (decision, *self._decisions.values()))
             if rewritten != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
-                self._forget_compiled(rewritten)
-            self._teller.tell(decision)  # last: where warnings are errors, the next call runs what was decided
+                self._drop_compiled(rewritten)
+            self._reporter.report(decision)  # last: where warnings are errors, the next call runs what was decided
             if compat.outside_of_any_trace():
-                self._teller.tell_undonated(decision, self.undonated(decision, args))
+                self._reporter.report_undonated(decision, self.undonated(decision, args))
             return decision
 
     def _decide_traced(self, traced: Any, started: float, args: tuple, kwargs: dict) -> Decision:
@@ -193,7 +193,7 @@ class PlannedFunction:
             prepared, failure = unread(record, self.target), error
         prepared.seconds["trace"] = time.perf_counter() - started - prepared.seconds["graph"]
         if failure is not None:
-            return as_given_after(failure, "reading the step", prepared, self._settings)
+            return original_after(failure, "reading the step", prepared, self._settings)
         return self._decide(prepared, args, kwargs)
 
     def _decide(self, prepared: Prepared, args: tuple, kwargs: dict) -> Decision:
@@ -203,13 +203,13 @@ class PlannedFunction:
             return decide_step(prepared, self._settings, self._options, measure)
         except Exception as error:
             # The present jit may hold a candidate for this signature, which the next call would run.
-            self._forget_compiled(any(not one.runs_as_given for one in self._decisions.values()))
+            self._drop_compiled(any(not one.is_unchanged for one in self._decisions.values()))
             if self._settings.on_error == "raise":
                 raise
-            return as_given_after(error, "planning", prepared, self._settings)
+            return original_after(error, "planning", prepared, self._settings)
 
     def _measure(self, args: tuple, kwargs: dict, prepared: Prepared, solution: Solution | None) -> Figures:
-        """Compile a candidate (None: the step as it was given) for the target."""
+        """Compile a candidate (None: the original step) for the target."""
         if prepared.target.name != resolve_target(None).name:
             return compile_candidate(prepared, solution, self._options.get("compiler_options"))
         # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
@@ -217,9 +217,9 @@ class PlannedFunction:
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
-        ours = ours or not runs_as_given(prepared, solution)
+        ours = ours or not is_unchanged(prepared, solution)
         if ours != self._with_ours or self.plain.trace(*args, **kwargs).jaxpr in self._written:
-            self._forget_compiled(ours)  # this jit holds another candidate for the same signature
+            self._drop_compiled(ours)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
             return compile_as_called(self.jit_for(args, kwargs), prepared.target, args, kwargs)
 
@@ -232,7 +232,7 @@ class PlannedFunction:
         finally:
             self._handed.candidate = None
 
-    def _forget_compiled(self, with_ours: bool = False) -> None:
+    def _drop_compiled(self, with_ours: bool = False) -> None:
         self._jits, self.jitted = {}, None
         self._written.clear()
         self._proven.clear()
@@ -262,7 +262,7 @@ class PlannedFunction:
         decision = self._decisions.get(key)
         if decision is None:
             raise PlanNeeded
-        if self._settings.on_error == "plain" and not decision.runs_as_given and key not in self._proven:
+        if self._settings.on_error == "plain" and not decision.is_unchanged and key not in self._proven:
             raise PlanNeeded
         return decision.prepared, decision.solution
 
@@ -275,7 +275,7 @@ class PlannedFunction:
         prepared, solution = self._candidate(traced)
         self._written[traced.jaxpr] = solution
         leaves = [*compat.closed_over_tracers(traced), *dynamic_leaves(args, kwargs)]
-        if runs_as_given(prepared, solution):  # from its jaxpr: the user's function is not called again
+        if is_unchanged(prepared, solution):  # from its jaxpr: the user's function is not called again
             results = compat.function_of_jaxpr(traced)(*leaves)
         else:
             results = prepared.emit(solution, leaves)
@@ -286,10 +286,10 @@ class PlannedFunction:
     def call_inside(self, args: tuple, kwargs: dict) -> Any:
         """The planned step while an outer transform traces."""
         decision = self.decision(args, kwargs)
-        if decision.runs_as_given:
+        if decision.is_unchanged:
             return self.plain(*args, **kwargs)
         if platform_of(decision.prepared.captured.traced, self.target) == "cpu":
-            self._teller.warn(
+            self._reporter.warn(
                 "called inside another jit, grad, vmap or scan: compiler options cannot be set there, so that nothing "
                 "will be saved on the CPU. Give remat_opt.optimize the outermost function instead of jax.jit"
             )
@@ -299,7 +299,9 @@ class PlannedFunction:
         except Exception as error:
             if self._settings.on_error == "raise":
                 raise
-            self._teller.warn(f"{self._teller.name}: {failure_note('writing', error)}; the step runs as it was given")
+            self._reporter.warn(
+                f"{self._reporter.name}: {failure_note('writing', error)}; the step runs as it was given"
+            )
             return self.plain(*args, **kwargs)
 
     def _write_inside(self, args: tuple, kwargs: dict) -> Any:

@@ -15,7 +15,7 @@ from remat_opt.targets.devices import target_of
 from remat_opt.trace.placement import device_lowered_for
 
 
-class Teller:
+class Reporter:
     """Warns the user of one function.
 
     Args:
@@ -26,19 +26,19 @@ class Teller:
     def __init__(self, fun: Callable, settings: Settings):
         self._fun = fun
         self._settings = settings
-        self._told: set[str] = set()
-        self._has_told_undonated = False
+        self._reported: set[str] = set()
+        self._has_reported_undonated = False
 
     @property
     def name(self) -> str:
         """The function's."""
         return getattr(self._fun, "__qualname__", None) or repr(self._fun)
 
-    def tell(self, decision: Decision) -> None:
+    def report(self, decision: Decision) -> None:
         """Warn if the step runs unchanged, or if its figures were not checked on this device."""
         plan = decision.plan
         if plan.is_plain:
-            if self._settings.budget.is_promise and not has_failed(plan.note):
+            if self._settings.budget.has_limit and not has_failed(plan.note):
                 return  # it fits as it was given
             self.warn(f"{self.name}: {plan.note}; the step runs as it was given")
             return
@@ -51,15 +51,15 @@ class Teller:
                 f"{self.name}: planned for {plan.target}, called on {called_on}: its figures were not checked here"
             )
 
-    def tell_undonated(self, decision: Decision, undonated: Undonated | None) -> None:
+    def report_undonated(self, decision: Decision, undonated: Undonated | None) -> None:
         """Warn once that donation would save memory; not if the original step already meets the budget."""
-        fits = decision.plan.is_plain and self._settings.budget.is_promise
-        if undonated is not None and not fits and not self._has_told_undonated:
-            self._has_told_undonated = True
+        fits = decision.plan.is_plain and self._settings.budget.has_limit
+        if undonated is not None and not fits and not self._has_reported_undonated:
+            self._has_reported_undonated = True
             self.warn(f"{self.name}: {undonated}")
 
     def warn(self, message: str) -> None:
         """Give a warning, unless it was given before."""
-        if message not in self._told:
-            self._told.add(message)
+        if message not in self._reported:
+            self._reported.add(message)
             warnings.warn(f"remat_opt: {message}", RematWarning, stacklevel=callers_level())

@@ -16,11 +16,11 @@ from jax import lax
 from jax.extend.core import primitives as P
 
 from remat_opt.emit.zeros import are_worth_a_barrier, loop_with_late_stacks, may_wait, zeros_after
+from remat_opt.graph.barriers import Barrier, barriers
 from remat_opt.graph.build import Bridge
-from remat_opt.graph.cpu_pins import cpu_pins
+from remat_opt.graph.cpu_barriers import cpu_barriers
 from remat_opt.graph.graph import Kind
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.pins import Pin, pins
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.rewrites.masks import is_zero
@@ -62,11 +62,11 @@ class _Writer:
         self.slices: dict[int, Slice] = {}
         self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
         self.environment: dict[int, Any] = {}
-        self.pins: dict[tuple[int, int], Pin] = {}
+        self.barriers: dict[tuple[int, int], Barrier] = {}
         self.sources: dict[int, frozenset[int]] = {}  # of what was made on demand: stored values and inputs
         self.made_of: dict[int, list[int]] = {}  # the way back
         self.run_index = 0
-        self.together = dict(bridge.program.together)
+        self.in_one_barrier = dict(bridge.program.in_one_barrier)
         self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
         self.is_for_gpu = bridge.platform in GPUS
         # Of several devices each type says more than shape and numbers, and a TPU's compiler keeps the order written.
@@ -95,9 +95,9 @@ class _Writer:
         if self.is_for_gpu:
             liveness = simulate(self.bridge.graph, schedule)
             slices = self.slices.keys() if self.is_step_of_loop else None
-            self.pins = pins(self.bridge.graph, schedule, liveness, slices)
+            self.barriers = barriers(self.bridge.graph, schedule, liveness, slices)
         elif self.bridge.platform == "cpu":
-            self.pins = cpu_pins(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
+            self.barriers = cpu_barriers(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
         stages = timeline(self.bridge.graph, schedule)
         handed_on: dict[int, Any] = {}
         for index, (stage, next_stage) in enumerate(itertools.zip_longest(stages, stages[1:])):
@@ -119,17 +119,19 @@ class _Writer:
             equation = self.program.equations[self.bridge.equation_of[op]]
             if first_run and op in self.guards:
                 self.behind_barrier(self.guards[op], environment, on_demand)
-            pin = self.pins.get((self.run_index, op))
-            if pin and pin.is_alone:
-                alone = {value: lax.optimization_barrier(environment[value]) for value in pin.operands}
+            barrier = self.barriers.get((self.run_index, op))
+            if barrier and barrier.is_alone:
+                alone = {value: lax.optimization_barrier(environment[value]) for value in barrier.operands}
                 results = self.bind(equation, {**environment, **alone}, {}, again=not first_run)
             else:
-                if pin:
-                    self.wait(pin, environment, on_demand)
+                if barrier:
+                    self.wait(barrier, environment, on_demand)
                 results = self.bind(equation, environment, on_demand, again=not first_run)
             environment.update(zip(equation.outputs, results, strict=True))
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
-                beside = [other for other in (self.together.get(value),) if other is not None and other in environment]
+                beside = [
+                    other for other in (self.in_one_barrier.get(value),) if other is not None and other in environment
+                ]
                 self.behind_barrier([value, *beside], environment, on_demand)
             if first_run:
                 for value in self.updated.intersection(equation.outputs):
@@ -137,21 +139,21 @@ class _Writer:
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
-    def wait(self, pin: Pin, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
-        again = sorted(self.slices.keys() & pin.operands)
+    def wait(self, barrier: Barrier, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        again = sorted(self.slices.keys() & barrier.operands)
         for value in again:
-            self.read_again(value, pin.results, environment)
-        together = (*(value for value in pin.operands if value not in self.slices), *pin.results)
+            self.read_again(value, barrier.results, environment)
+        together = (*(value for value in barrier.operands if value not in self.slices), *barrier.results)
         self.behind_barrier(together, environment, on_demand)
-        self.forget_made_of(again, on_demand)
+        self.drop_made_of(again, on_demand)
 
     def behind_barrier(self, together: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
         """Put values behind one barrier, from where on they are read."""
         behind = lax.optimization_barrier([environment[value] for value in together])
         environment.update(zip(together, behind, strict=True))
-        self.forget_made_of(together, on_demand)
+        self.drop_made_of(together, on_demand)
 
-    def forget_made_of(self, values: Iterable[int], on_demand: dict[int, Any]) -> None:
+    def drop_made_of(self, values: Iterable[int], on_demand: dict[int, Any]) -> None:
         """What was made on demand of values as they were in front of a barrier."""
         for value in values:
             for made in self.made_of.get(value, ()):

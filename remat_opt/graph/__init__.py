@@ -2,6 +2,6 @@
 
 `build.py` is the bridge from a `Program` to a `Graph` of plain integers; nothing else here or in `search/` sees JAX.
 `liveness.py` simulates a schedule and is the only definition of live bytes and of the peak; `schedule.py` says what a
-schedule is, `fusion.py` which values XLA stores, `cost.py` how many seconds an operation takes. `pins.py` and
-`cpu_pins.py` find where a barrier has to fix the order of two kernels.
+schedule is, `fusion.py` which values XLA stores, `cost.py` how many seconds an operation takes. `barriers.py` and
+`cpu_barriers.py` find where a barrier has to fix the order of two kernels.
 """

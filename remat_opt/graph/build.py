@@ -24,9 +24,9 @@ from remat_opt.trace import compat
 from remat_opt.trace.avals import dtype_name, item_bytes
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.images import POOLS, images_of
-from remat_opt.trace.inline import Constant, Equation, Program, inline, may_run_again
+from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, inline
 from remat_opt.trace.platforms import GPUS
-from remat_opt.trace.primitives import CONTRACTION, DEAR, ELEMENTWISE, REDUCTION
+from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, REDUCTION
 
 WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
 _DEFAULT = jax.lax.Precision.DEFAULT
@@ -199,9 +199,9 @@ def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[in
         kind=kind,
         flops=flops,
         seconds=roofline(flops, moved, dtype, rates, matrix=is_product),
-        repeatable=may_run_again(program, equation),
+        repeatable=can_recompute(program, equation),
         name=equation.primitive.name,
-        dear=equation.primitive in DEAR,
+        expensive=equation.primitive in EXPENSIVE,
     )
 
 

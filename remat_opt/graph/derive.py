@@ -1,8 +1,9 @@
 """Derives a schedule from a choice of what to save.
 
 A choice has a set of saved values and positions in the program's order. *Cuts* divide the order into segments. At
-*turning points* every value made before is dropped unless it is saved. An op after a turning point that reads a dropped
-value recomputes it first, together with everything else that is still needed of the same segment.
+*forward/backward boundaries* every value made before is dropped unless it is saved. An op after a forward/backward
+boundary that reads a dropped value recomputes it first, together with everything else that is still needed of the same
+segment.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ class Choice:
 
     Attributes:
         saved: values kept from where they are first made to their last use.
-        turning_points: positions in the order of first runs at which all unsaved values are dropped.
-        cuts: positions at which segments begin. Each turning point is a cut, too.
+        boundaries: positions in the order of first runs at which all unsaved values are dropped.
+        cuts: positions at which segments begin. Each forward/backward boundary is a cut, too.
     """
 
     saved: frozenset[int] = frozenset()
-    turning_points: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
     cuts: tuple[int, ...] = ()
 
 
@@ -79,9 +80,9 @@ def derive(graph: Graph, choice: Choice, order: Sequence[int], segment: Sequence
 
     Args:
         graph: the step.
-        choice: saved values and turning points.
+        choice: saved values and forward/backward boundaries.
         order: every op once, in the order of first runs.
-        segment: for each op the segment with which it is made again; without it, the cuts divide `order`.
+        segment: for each op the segment with which it is recomputed; without it, the cuts divide `order`.
     """
     return _Derivation(graph, choice, order, segment).run()
 
@@ -90,7 +91,7 @@ class _Derivation:
     def __init__(self, graph: Graph, choice: Choice, order: Sequence[int], segment: Sequence[int] | None):
         self.graph = graph
         self.order = np.array(order, dtype=np.int64)
-        self.points = sorted(set(choice.turning_points))
+        self.points = sorted(set(choice.boundaries))
         self.position_of = np.empty_like(self.order)
         self.position_of[self.order] = np.arange(len(order))
         self.made_at = np.full(len(graph.sizes), -1, dtype=np.int64)
@@ -99,7 +100,7 @@ class _Derivation:
         self.kept[list(choice.saved)] = True
         self.kept[graph.always_there] = True
         if segment is None:
-            cuts = sorted({*choice.cuts, *choice.turning_points})
+            cuts = sorted({*choice.cuts, *choice.boundaries})
             self.segment = np.searchsorted(np.array(cuts, dtype=np.int64), self.position_of, side="right")
         else:
             self.segment = np.array(segment, dtype=np.int64)
@@ -113,18 +114,18 @@ class _Derivation:
         return join_runs(runs)
 
     def _epoch(self, start: int, stop: int) -> list[Run]:
-        """The runs between two turning points."""
+        """The runs between two forward/backward boundaries."""
         ops = self.order[start:stop]
         reads, at = self.graph.reads.of(ops), np.repeat(np.arange(start, stop), self.graph.reads.counts[ops])
-        forgotten = ~self.kept[reads] & (self.made_at[reads] < start)
+        evicted = ~self.kept[reads] & (self.made_at[reads] < start)
         self.start, self.held = start, set[int]()
-        self.wanted = self._by_segment(reads[forgotten])
+        self.wanted = self._by_segment(reads[evicted])
         runs: list[Run] = []
         done = start
-        for position, value in zip(at[forgotten].tolist(), reads[forgotten].tolist(), strict=True):
+        for position, value in zip(at[evicted].tolist(), reads[evicted].tolist(), strict=True):
             if value in self.held:
                 continue
-            missing = [v for v in self.graph.ops[self.order[position]].inputs if self._forgotten(v)]
+            missing = [v for v in self.graph.ops[self.order[position]].inputs if self._is_evicted(v)]
             again, made = self._recompute(missing)
             runs += [Run(tuple(self.order[done:position].tolist())), Run(again, recomputed=True)]
             self.held |= made
@@ -132,13 +133,13 @@ class _Derivation:
         return [*runs, Run(tuple(self.order[done:stop].tolist()))]
 
     def _by_segment(self, values: np.ndarray) -> dict[int, list[int]]:
-        """Values that an epoch reads and that were forgotten before it, by the segment that makes them."""
+        """Values that an epoch reads and that were evicted before it, by the segment that makes them."""
         found: dict[int, list[int]] = {}
         for value in dict.fromkeys(values.tolist()):
             found.setdefault(int(self.segment[self.graph.producer[value]]), []).append(value)
         return found
 
-    def _forgotten(self, value: int) -> bool:
+    def _is_evicted(self, value: int) -> bool:
         return not self.kept[value] and self.made_at[value] < self.start and value not in self.held
 
     def _recompute(self, missing: list[int]) -> tuple[tuple[int, ...], set[int]]:
@@ -158,5 +159,5 @@ class _Derivation:
             if op in ops:
                 continue
             ops.add(op)
-            stack.extend(v for v in self.graph.ops[op].inputs if self._forgotten(v))
+            stack.extend(v for v in self.graph.ops[op].inputs if self._is_evicted(v))
         return tuple(sorted(ops, key=self.position_of.__getitem__)), needed

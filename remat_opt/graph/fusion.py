@@ -12,7 +12,7 @@ XLA fuses elementwise ops into their users, so that most values of a jaxpr are n
 4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
    size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
    the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
-   connection wait for the layer before it to be computed again; the sum is one buffer. A compiler would fuse it, so
+   connection wait for the layer before it to be recomputed; the sum is one buffer. A compiler would fuse it, so
    that it is written behind a barrier.
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
@@ -59,11 +59,11 @@ def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
     if graph.fused:
         return [True] * len(graph.sizes)
     stored = _stored_by_kind(graph)
-    _store_what_is_dear_to_fuse(graph, stored, sums)
+    _store_what_is_expensive_to_fuse(graph, stored, sums)
     return stored
 
 
-def _store_what_is_dear_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
+def _store_what_is_expensive_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
     sources: dict[int, frozenset[int]] = {}
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
     passed_on, waits = (_passed_on(graph), _waiting(graph)) if sums is not None else ([], [])
@@ -171,7 +171,7 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
     stored = _stored(graph, sums if with_sums else None)
     made: dict[int, _Virtual] = {}
     virtual: dict[int, int] = {}
-    arithmetic = _DearArithmetic()
+    arithmetic = _ExpensiveArithmetic()
     kernels: list[Op] = []
     op_of: list[int] = []
     for index, op in enumerate(graph.ops):
@@ -179,11 +179,11 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
         computed = [one for one in read.values() if one is not _BUFFER]
         inputs = _each_once((value,) if one is _BUFFER else one.sources for value, one in read.items())
         chain = _each_once(one.chain for one in computed)
-        by_dear, beside = arithmetic.of(op)
+        by_expensive, beside = arithmetic.of(op)
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
                 made[value] = _Virtual(inputs, (*chain, index))
-                arithmetic.reads[value] = by_dear, beside
+                arithmetic.reads[value] = by_expensive, beside
             virtual.update(dict.fromkeys(op.outputs, index))
             continue
         kernel = dataclasses.replace(
@@ -191,7 +191,7 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
             inputs=inputs,
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
-            dear_of=tuple(value for value in inputs if value in by_dear and value in beside),
+            expensive_operands=tuple(value for value in inputs if value in by_expensive and value in beside),
         )
         kernels.append(kernel)
         op_of.append(index)
@@ -218,17 +218,17 @@ def _each_once(lists: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
     return tuple(dict.fromkeys(itertools.chain.from_iterable(lists)))
 
 
-class _DearArithmetic:
-    """Which buffers a virtual value is made of by dear arithmetic, and which without."""
+class _ExpensiveArithmetic:
+    """Which buffers a virtual value is made of by expensive arithmetic, and which without."""
 
     def __init__(self):
         self.reads: dict[int, tuple[frozenset[int], frozenset[int]]] = {}
 
     def of(self, op: Op) -> tuple[frozenset[int], frozenset[int]]:
-        """What an elementwise op's result is made of by dear arithmetic, and what without."""
+        """What an elementwise op's result is made of by expensive arithmetic, and what without."""
         if op.kind is not Kind.ELEMENTWISE:
             return frozenset(), frozenset()
         read = [self.reads.get(value, (frozenset(), frozenset([value]))) for value in op.inputs]
-        by_dear = frozenset().union(*(one for one, _ in read))
+        by_expensive = frozenset().union(*(one for one, _ in read))
         beside = frozenset().union(*(other for _, other in read))
-        return (by_dear | beside, frozenset()) if op.dear else (by_dear, beside)
+        return (by_expensive | beside, frozenset()) if op.expensive else (by_expensive, beside)

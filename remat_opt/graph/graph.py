@@ -38,8 +38,8 @@ class Op:
         repeatable: whether it may be run a second time.
         name: the primitive's name, for reports only.
         workspace: bytes that are live only while it runs, beside its operands and results.
-        dear: elementwise, but too much arithmetic to be done in more than one kernel.
-        dear_of: of a kernel, operands that it does dear arithmetic on and reads beside that, too.
+        expensive: elementwise, but too much arithmetic to be done in more than one kernel.
+        expensive_operands: of a kernel, operands that it does expensive arithmetic on and reads beside that, too.
     """
 
     inputs: tuple[int, ...]
@@ -50,8 +50,8 @@ class Op:
     repeatable: bool = True
     name: str = ""
     workspace: int = 0
-    dear: bool = False
-    dear_of: tuple[int, ...] = ()
+    expensive: bool = False
+    expensive_operands: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -164,7 +164,7 @@ def peak_of(graph: Graph) -> int:
     return simulate(graph, save_everything(graph)).peak if graph.ops else 0
 
 
-def least_possible(graph: Graph) -> int:
+def minimum_possible(graph: Graph) -> int:
     """Bytes that no schedule's peak is below: what some op needs while it runs, its operands, results and workspace."""
     free = {*graph.inputs, *graph.outputs} - graph.held
     needed = ({*op.inputs, *op.outputs} - free for op in graph.ops)

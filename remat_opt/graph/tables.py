@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 
-def least_along(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def min_along(table: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The least numbers along the first axis, and where the first of each stands.
 
     NumPy's `argmin` and `argmax` turn the table so that the axis is the last one; the largest of small numbers that

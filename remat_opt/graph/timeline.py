@@ -84,7 +84,7 @@ def _outside_reads(graph: Graph, run: Run) -> dict[int, None]:
 
 
 def _live_after(graph: Graph, schedule: Schedule) -> list[set[int]]:
-    """For each recomputed run the values that are read after it before they are made again; empty for other runs."""
+    """For each recomputed run the values that are read after it before they are recomputed; empty for other runs."""
     live = set(graph.outputs)
     after: list[set[int]] = []
     for run in reversed(schedule.runs):

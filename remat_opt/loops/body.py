@@ -11,7 +11,7 @@ from jax.extend.core import primitives
 
 from remat_opt.rewrites.one_hot import by_comparison
 from remat_opt.trace import compat
-from remat_opt.trace.inline import Constant, Equation, Program, inline, may_run_again, scope_of, within
+from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, inline, scope_of, within
 from remat_opt.trace.mapped import in_two_parts
 
 Atom = int | Constant
@@ -175,7 +175,7 @@ def stateful_results(loop: Loop) -> frozenset[int]:
     return frozenset(
         value
         for equation in loop.body.equations
-        if not may_run_again(loop.body, equation)
+        if not can_recompute(loop.body, equation)
         for value in equation.outputs
     )
 

@@ -2,9 +2,9 @@
 
 Least memory: for each pair, take the option with the fewest bytes that costs at most one extra forward pass
 (`MOST_EXTRA` of the program's FLOPs, divided among the pairs). Two levels need a second extra forward pass. It is
-allowed in recurrent networks if it saves at least the share `WORTH_A_SECOND` of the bytes: their loops are as long as
-sequences, and the time of a step is that of reading its weights. In a loop over layers it would be the whole forward
-pass of the network; only a budget may ask for it.
+allowed in recurrent networks if it saves at least the share `SECOND_PASS_THRESHOLD` of the bytes: their loops are as
+long as sequences, and the time of a step is that of reading its weights. In a loop over layers it would be the whole
+forward pass of the network; only a budget may ask for it.
 
 Under a budget: take the options with the least extra time that fit. They are found by replacing one option at a time by
 a smaller one, the replacement with the fewest seconds per byte first. Equal pairs share their options, which are
@@ -29,8 +29,8 @@ from remat_opt.trace.inline import Program
 
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70
-WORTH_A_SECOND = 0.15
-WORTH_WRITING = 0.98  # an option with more than this part of the bytes as given is no gain
+SECOND_PASS_THRESHOLD = 0.15
+GAIN_THRESHOLD = 0.98  # an option with more than this part of the bytes as given is no gain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,11 +56,11 @@ class LoopChoices:
 
     Attributes:
         pairs: all pairs of the program.
-        chosen: for pairs that are written again, by their position, what is done to them.
+        chosen: for pairs that are rewritten, by their position, what is done to them.
         options: the pairs with all their options.
         left: for each loop that has to stay as it is, the reason.
-        inside: None where bodies of loops are as they were, else the share of memory that they were written again for.
-        bodies: how many bodies of loops were written again, with their own pairs and segments.
+        inside: None where bodies of loops are as they were, else the share of memory that they were rewritten for.
+        bodies: how many bodies of loops were rewritten, with their own pairs and segments.
         for_budgets: whether it lies between the least memory and the loops as they are.
     """
 
@@ -85,7 +85,7 @@ class LoopChoices:
 
     @property
     def written(self) -> tuple[WrittenPair, ...]:
-        """The pairs that are written again."""
+        """The pairs that are rewritten."""
         found = []
         for at, choice in self.chosen:
             given, picked = (self.options[at].options[0], self._picked(at, choice)) if self.options else (None, None)
@@ -157,10 +157,10 @@ def ways_to_write(
         steps: searches schedules of a step of a reverse loop.
     """
     found, options, share = _options_of(program, rates, aliases, keep_checkpoints, steps)
-    as_given = [pair.options[0] for pair in options]
+    original = [pair.options[0] for pair in options]
     both = [_once_and_twice(pair, share) for pair in options]
-    ways = [as_given, *([picked[most] for picked in both] for most in (0, 1))]
-    least, plain = max(needed(within_budget(options, 0)), 1), max(needed(as_given), 1)
+    ways = [original, *([picked[most] for picked in both] for most in (0, 1))]
+    least, plain = max(needed(within_budget(options, 0)), 1), max(needed(original), 1)
     ways += (within_budget(options, int(least * (plain / least) ** (level / levels))) for level in range(levels))
     different: dict[tuple, LoopChoices] = {}
     for number, picked in enumerate(ways):
@@ -214,7 +214,7 @@ def least_bytes(pair: PairOptions, share: float = 1.0) -> Option:
         share: FLOPs that the price is a part of, as a multiple of the pair's own.
     """
     once, twice = _once_and_twice(pair, share)
-    return twice if twice.bytes <= (1 - WORTH_A_SECOND) * once.bytes else once
+    return twice if twice.bytes <= (1 - SECOND_PASS_THRESHOLD) * once.bytes else once
 
 
 def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
@@ -228,7 +228,7 @@ def _fewest_bytes(pair: PairOptions, most: float) -> Option:
     """The option with the fewest bytes and at most so many extra FLOPs as a multiple of the pair's own."""
     given = pair.options[0]
     best = min((o for o in pair.options if o.extra_flops <= most * pair.flops), key=_order)
-    return best if best.bytes <= WORTH_WRITING * given.bytes else given
+    return best if best.bytes <= GAIN_THRESHOLD * given.bytes else given
 
 
 def within_budget(pairs: Sequence[PairOptions], budget: int) -> list[Option]:

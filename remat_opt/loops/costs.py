@@ -29,7 +29,7 @@ from remat_opt.loops.update import Update
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.inline import Constant, Program
 
-DEAR = (Kind.CONTRACTION, Kind.OPAQUE)
+EXPENSIVE = (Kind.CONTRACTION, Kind.OPAQUE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,18 +107,18 @@ class PairCosts:
         graph = self.forward_bridge.graph
         self.flops = [flops_of(equation, loop.body) for equation in loop.body.equations]
         self.seconds = [0.0] * len(self.flops)
-        self.dear: list[int] = []  # equations whose results are worth keeping
+        self.expensive: list[int] = []  # equations whose results are worth keeping
         for op, index in enumerate(self.forward_bridge.equation_of):
             self.seconds[index] = graph.ops[op].seconds
-            if graph.ops[op].kind in DEAR:
-                self.dear.append(index)
+            if graph.ops[op].kind in EXPENSIVE:
+                self.expensive.append(index)
 
     @functools.cached_property
     def forward_bridge(self) -> Bridge:
         return build(self.pair.forward.body, self.rates)
 
     @functools.cached_property
-    def as_given(self) -> Work:
+    def original(self) -> Work:
         """Of both loops as they are."""
         loops = (self.pair.forward.equation, self.pair.backward.equation)
         backward = build(self.pair.backward.body, self.rates).graph
@@ -136,7 +136,7 @@ class PairCosts:
         ]
         return self.body_bytes(in_common) > self.body_bytes(loop.body_xs)
 
-    def option_as_given(self) -> Option:
+    def original_option(self) -> Option:
         """The pair as it is."""
         kept = sum(self.stack_bytes(self.pair.forward.ys[y]) for y in self.pair.residual_ys)
         backward = self.pair.backward.equation
@@ -153,15 +153,15 @@ class PairCosts:
             one.repeats: one.costs.chosen(choice.step_bytes, is_alone=one is alone).peak for one in (alone, *of_group)
         }
         kept, transient = memory_of(self.pair, choice, repeats, peaks.__getitem__)
-        runs = self._forward_again(choice, repeats)
+        runs = self._forward_recomputed(choice, repeats)
         if choice.chunk is None:
-            runs += _steps_again(self.pair.length, alone, choice.step_bytes, is_alone=True)
+            runs += _steps_recomputed(self.pair.length, alone, choice.step_bytes, is_alone=True)
         else:
             last = Chunks(1, choice.last_chunk(self.pair.length), choice.in_chunk)
             runs.append((self.pair.length, self._selected(choice, groups, repeats)))
             for chunks, group in zip(groups, of_group, strict=True):
-                runs += _chunks_again(chunks, alone, group, choice.step_bytes, is_last=False)
-            runs += _chunks_again(last, alone, of_group[-1], choice.step_bytes, is_last=True)
+                runs += _chunks_recomputed(chunks, alone, group, choice.step_bytes, is_last=False)
+            runs += _chunks_recomputed(last, alone, of_group[-1], choice.step_bytes, is_last=True)
         return Option(
             choice,
             kept,
@@ -173,14 +173,14 @@ class PairCosts:
     def chunk_kind(self, steps: int, in_chunk: frozenset[int], step_bytes: int | None) -> ChunkKind:
         """Chunks of several steps, for a division of the loop."""
         alone, group, sizes = self._chunk(in_chunk, step_bytes, is_last=False)
-        runs = _chunks_again(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=False)
+        runs = _chunks_recomputed(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=False)
         return ChunkKind(steps, in_chunk, sizes.turned_round(steps), _flops_of(runs))
 
     def last_chunk(self, in_chunk: frozenset[int], step_bytes: int | None) -> LastChunk:
         """The last chunk of such a division."""
         alone, group, sizes = self._chunk(in_chunk, step_bytes, is_last=True)
         single, pair = (
-            _flops_of(_chunks_again(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=True))
+            _flops_of(_chunks_recomputed(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=True))
             for steps in (1, 2)
         )
         return LastChunk(in_chunk, sizes.turned_round(1), sizes.each, single, pair - single)
@@ -196,7 +196,7 @@ class PairCosts:
         peaks = {one.repeats: one.costs.chosen(step_bytes, is_alone=one is alone).peak for one in (alone, group)}
         return alone, group, chunk_sizes(self.pair, alone.repeats, group.repeats, peaks.__getitem__, is_last=is_last)
 
-    def _forward_again(self, choice: LoopChoice, repeats: Recomputations) -> list[tuple[int, Work]]:
+    def _forward_recomputed(self, choice: LoopChoice, repeats: Recomputations) -> list[tuple[int, Work]]:
         """The forward loop beyond the one as it is: it leaves out what only the residuals needed."""
         loop, length = self.pair.forward, self.pair.length
         in_last = repeats.last_chunk.in_chunk if choice.chunk is not None else ()
@@ -251,17 +251,19 @@ class PairCosts:
         return sum(bytes_of(self.pair.forward.body.avals[value]) for value in values)
 
 
-def _chunks_again(
+def _chunks_recomputed(
     chunks: Chunks, alone: RepeatedStep, group: RepeatedStep, step_bytes: int | None, *, is_last: bool
 ) -> list[tuple[int, Work]]:
     """What the reverse loop repeats for some chunks; it has all carries of the last one."""
     others = chunks.number * (chunks.steps - 1)
-    runs = _steps_again(chunks.number, alone, step_bytes, is_alone=True)
-    runs += _steps_again(others, group, step_bytes, is_alone=group is alone)
+    runs = _steps_recomputed(chunks.number, alone, step_bytes, is_alone=True)
+    runs += _steps_recomputed(others, group, step_bytes, is_alone=group is alone)
     return runs if is_last else [*runs, (others, group.advance)]
 
 
-def _steps_again(times: int, step: RepeatedStep, step_bytes: int | None, *, is_alone: bool) -> list[tuple[int, Work]]:
+def _steps_recomputed(
+    times: int, step: RepeatedStep, step_bytes: int | None, *, is_alone: bool
+) -> list[tuple[int, Work]]:
     schedule = step.costs.chosen(step_bytes, is_alone=is_alone)
     return [(times, step.again), (times, Work(schedule.extra_flops, schedule.extra_seconds))]
 

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from remat_opt.graph.tables import least_along
+from remat_opt.graph.tables import min_along
 from remat_opt.loops.choice import Chunks
 
 MOST_UNITS = 128
@@ -173,7 +173,7 @@ class _Search:
         if number == 1:
             changed[:, 0, 0] = self.group_flops
         elif groups > 1:
-            changed[:, 1:], came_from[:, 1:] = least_along(flops[:, :, :-1])
+            changed[:, 1:], came_from[:, 1:] = min_along(flops[:, :, :-1])
             changed[:, 1:] += self.group_flops
         after = np.full((kinds, limits, groups, units - self.fewest), math.inf)
         origin = np.full(after.shape, SAME, np.int8)

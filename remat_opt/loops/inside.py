@@ -1,7 +1,9 @@
-"""Rewrites bodies, which are programs of their own: their pairs of loops, and segments if they have a turning point.
+"""Rewrites bodies, which are programs of their own: their pairs of loops, and segments if they have a forward/backward
+boundary.
 
-Nested loops give pairs inside a body. A gradient taken inside a body gives it a turning point: micro-batches in a
-`scan`, the steps of a solver in a `while`, one device's step in a `shard_map`, or a step under a `cond`.
+Nested loops give pairs inside a body. A gradient taken inside a body gives it a forward/backward boundary:
+micro-batches in a `scan`, the steps of a solver in a `while`, one device's step in a `shard_map`, or a step under a
+`cond`.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from remat_opt.trace import compat
 from remat_opt.trace.inline import Constant, Equation, Program, inline, within
 
 OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Body | None"]
-"""Divide a body with a turning point into segments; which of its inputs may be overwritten. None: nothing to gain."""
+"""Divide a body with a forward/backward boundary into segments; which of its inputs may be overwritten. None: nothing
+to gain."""
 
 Entered = tuple[Instead, int, "int | None"]
 
@@ -48,7 +51,7 @@ def rewrite_inside(
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
 
     Returns:
-        The program, and how many bodies were written again.
+        The program, and how many bodies were rewritten.
     """
     return _Inside(rates, optimise, keep_checkpoints).rewrite(program, pairs=pairs, donated=donated)
 
@@ -66,7 +69,7 @@ class _Inside:
         pairs: Sequence[Pair] = (),
         donated: Collection[int] = (),
     ) -> tuple[Program, int]:
-        """A program's bodies written again; `repeating` where it is part of a loop that repeats within already."""
+        """A program's bodies rewritten; `repeating` where it is part of a loop that repeats within already."""
         # What a pair's loops hand to each other is decided for the pair; results of those that stayed kept their ids.
         left = {value for pair in pairs for loop in (pair.forward, pair.backward) for value in loop.equation.outputs}
         reusable = _read_once(program, donated)
@@ -84,7 +87,7 @@ class _Inside:
                 count += inner
         return (splicing.result(), count) if count else (program, 0)
 
-    # Each gives what is done instead of an equation, how many of its bodies were written again for that, and the bytes
+    # Each gives what is done instead of an equation, how many of its bodies were rewritten for that, and the bytes
     # that they need, where these are known.
 
     def scan(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
@@ -126,7 +129,7 @@ class _Inside:
     def body(
         self, body: Program, before: Sequence[int], after: Sequence[Atom], repeats: bool
     ) -> tuple[Program, int, int | None]:
-        """A body written again, how many bodies that were, 0 if nothing was gained, and its bytes if known.
+        """A body rewritten, how many bodies that were, 0 if nothing was gained, and its bytes if known.
 
         Args:
             body: one step of a loop, or a branch.

@@ -21,15 +21,15 @@ MOST_SAVED_SETS = 8
 MOST_HELD_SETS = 6  # of residuals that chunks may keep
 STEPS_OF_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)  # as multiples of the unit of `division.py`
 LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
-WORTH_GATHERING = 0.85  # of the least bytes without chunks, where these gather divided weights once more
+GATHER_THRESHOLD = 0.85  # of the least bytes without chunks, where these gather divided weights once more
 FEWEST_STEPS = 3  # of loops that are worth chunks
 MOST_KINDS = 3  # of chunks in one loop, each of which is compiled for itself
-WORTH_A_KIND = 0.001  # FLOPs as a part of the pair's
+CHUNK_KIND_THRESHOLD = 0.001  # FLOPs as a part of the pair's
 COARSELY = 0.9  # times a number of bytes is the next one, until nothing fits
 LEAST_PART = 0.01  # of the bytes of one level
 FINELY = 120  # numbers of bytes between the most and the least
 APART = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
-HARDLY_APART = 0.99  # the same for those that no other one beats
+NEARLY_EQUAL = 0.99  # the same for those that no other one beats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -68,7 +68,7 @@ def pair_options(
         steps: searches schedules of a step of the reverse loop.
     """
     costs = PairCosts(pair, program, rates, update, steps)
-    given = costs.as_given
+    given = costs.original
     return PairOptions(pair, tuple(_Options(costs).all()), given.flops, given.seconds, costs.is_recurrent)
 
 
@@ -81,7 +81,7 @@ class _Options:
         self.saved_sets = saved_sets(costs)
 
     def all(self) -> list[Option]:
-        found = [self.costs.option_as_given()]
+        found = [self.costs.original_option()]
         starts_from_carry = bool(recomputation(self.pair, LoopChoice()).carries)
         for saved in self.saved_sets:
             levels = self.step_levels(saved)
@@ -94,14 +94,14 @@ class _Options:
             ]
         if starts_from_carry:
             found += self.in_chunks_of_several_kinds()
-        return found if self.costs.program.marks is None else self.worth_gathering(found)
+        return found if self.costs.program.marks is None else self.gather_threshold(found)
 
-    def worth_gathering(self, options: list[Option]) -> list[Option]:
+    def gather_threshold(self, options: list[Option]) -> list[Option]:
         """Where arrays are divided among devices, chunks only if they take much less than the carry of each step: what
         a chunk repeats to come to its steps gathers their weights once more."""
         in_chunks = [option for option in options if option.choice is not None and option.choice.chunk is not None]
         least = min(option.bytes for option in options if option not in in_chunks)
-        return [one for one in options if one not in in_chunks or one.bytes <= WORTH_GATHERING * least]
+        return [one for one in options if one not in in_chunks or one.bytes <= GATHER_THRESHOLD * least]
 
     def step_levels(self, saved: frozenset[int]) -> list[int | None]:
         """Peaks of a step that are worth a try, from its own order on: the least bytes for some shares of FLOPs."""
@@ -109,7 +109,7 @@ class _Options:
         levels: list[int | None] = [None]
         above = self.costs.steps(saved, None).costs.in_order.peak
         for share in LEVELS_OF_STEPS:
-            most = share * self.costs.as_given.flops / self.length
+            most = share * self.costs.original.flops / self.length
             peak = min(one.peak for one in schedules if one.extra_flops <= most)
             if peak <= APART * above:
                 levels.append(peak)
@@ -135,7 +135,9 @@ class _Options:
         most = self.costs.option(LoopChoice(step_bytes=level)).bytes
 
         def divided(limits: Sequence[int]) -> list[Division | None]:
-            return divide(self.length, kinds, last, first, limits, MOST_KINDS, WORTH_A_KIND * self.costs.as_given.flops)
+            return divide(
+                self.length, kinds, last, first, limits, MOST_KINDS, CHUNK_KIND_THRESHOLD * self.costs.original.flops
+            )
 
         coarse = [int(most * COARSELY**count) for count in range(round(math.log(LEAST_PART, COARSELY)))]
         least = min((limit for limit, one in zip(coarse, divided(coarse), strict=True) if one), default=most)
@@ -158,13 +160,13 @@ class _Options:
 
     @functools.cached_property
     def held_sets(self) -> list[frozenset[int]]:
-        """Sets of residuals that chunks may keep: none, some that are dear, all."""
-        dear = self.saved_sets
-        step = max(1, math.ceil((len(dear) - 1) / (MOST_HELD_SETS - 1)))
+        """Sets of residuals that chunks may keep: none, some that are expensive, all."""
+        expensive = self.saved_sets
+        step = max(1, math.ceil((len(expensive) - 1) / (MOST_HELD_SETS - 1)))
         every = frozenset(self.pair.residuals) - {*self.pair.forward.body.inputs}
-        sets = (dear[0], *reversed(dear[:0:-step]), every)
+        sets = (expensive[0], *reversed(expensive[:0:-step]), every)
         kept = {held: recomputation(self.pair, LoopChoice(chunk=1, in_chunk=held)).in_chunk for held in sets}
-        return [dear[0], *(held for held, values in kept.items() if held and values)]
+        return [expensive[0], *(held for held, values in kept.items() if held and values)]
 
     def chunks(self) -> tuple[int, ...]:
         """Chunk sizes worth a try: about √length, which keeps least, and few steps, which repeat less."""
@@ -173,12 +175,12 @@ class _Options:
 
 
 def saved_sets(costs: PairCosts) -> list[frozenset[int]]:
-    """Nothing but the carry; then the dear results of a step, those first that give most time for each byte."""
+    """Nothing but the carry; then the expensive results of a step, those first that give most time for each byte."""
     loop = costs.pair.forward
     again = recomputation(costs.pair, LoopChoice())
     wanted = {*costs.pair.residuals, *(x for i in again.again.equations for x in loop.body.equations[i].inputs)}
     rated = []
-    for index in costs.dear:
+    for index in costs.expensive:
         values = frozenset(loop.body.equations[index].outputs) & wanted
         size = costs.body_bytes(values)
         if index in again.again.equations and size:
@@ -196,7 +198,7 @@ def thinned(options: Iterable[Option]) -> list[Option]:
     for option in sorted(options, key=lambda option: (option.bytes, option.extra_flops)):
         if best and option.extra_flops >= best[-1].extra_flops:
             continue
-        if len(best) > 1 and best[-2].bytes > HARDLY_APART * option.bytes:
+        if len(best) > 1 and best[-2].bytes > NEARLY_EQUAL * option.bytes:
             best.pop()
         best.append(option)
     return best

@@ -1,4 +1,4 @@
-"""One pair of loops with all that was decided about it: what its two loops read, keep and make when written again."""
+"""One pair of loops with all that was decided about it: what its two loops read, keep and make when rewritten."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PairPlan:
         update: what moves into the reverse loop, if anything.
         constant: the program's `constant_equations`.
         read_later: values of the program that somebody reads; what nobody reads is not written.
-        slices_apart: see `rewrite_loops`.
+        separate_slices: see `rewrite_loops`.
         steps: schedules steps of the reverse loop, where the choice says so.
     """
 
@@ -51,7 +51,7 @@ class PairPlan:
     update: Update | None
     constant: dict[int, int]
     read_later: frozenset[int]
-    slices_apart: bool = False
+    separate_slices: bool = False
     steps: StepSearch | None = None
 
     def constants(self, loop: Loop, operands: dict[int, Any]) -> dict[int, Any]:

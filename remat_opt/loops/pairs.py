@@ -157,7 +157,7 @@ def _reason_to_leave(equation: Equation) -> str | None:
 
 
 def reason_to_stay_out(equation: Equation) -> str | None:
-    """Why the bodies of an equation have to stay as they are; None where they may be written again."""
+    """Why the bodies of an equation have to stay as they are; None where they may be rewritten."""
     if any(compat.is_reference(aval) for body in compat.jaxprs_in(equation.params) for aval in _all_avals(body)):
         return REFERENCES
     return EFFECTS if equation.effects else None

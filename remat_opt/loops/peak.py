@@ -15,7 +15,7 @@ def why_nothing_is_gained(bridge: Bridge) -> str:
     """What a user can do about a step that needs as much memory however it is written.
 
     Args:
-        bridge: the step as it was given, with its graph.
+        bridge: the original step, with its graph.
     """
     return _loop_left_at_the_peak(bridge) or (
         "if there is no gradient in it, give optimize the whole training step, with jax.grad and the update, not the "

@@ -95,7 +95,7 @@ def shard_map_of(equation: Equation, body: Emit) -> Instead:
 
 
 def checkpoint_of(equation: Equation, body: Emit) -> Instead:
-    """A region that is computed again, with other contents."""
+    """A region that is recomputed, with other contents."""
 
     def whole(*values):
         operands = _operands(equation, values)

@@ -110,7 +110,7 @@ class ReverseStep:
         held = [*found, *held[starts:]]
         carries, residuals = held[: len(kept.carries)], held[len(kept.carries) :]
         stacks = zip(self.in_place.values(), in_place, strict=True)
-        if self.plan.slices_apart:
+        if self.plan.separate_slices:
             given_now = {given: lax.optimization_barrier(slice_at(stack, index)) for given, stack in stacks}
         else:
             given_now = {given: self.slice_of(stack, index) for given, stack in stacks}
@@ -126,7 +126,7 @@ class ReverseStep:
         by_value = dict(zip(self.pair.backward.ys, made, strict=True))
         update = self.plan.update
         if update is not None:
-            if not self.plan.slices_apart:
+            if not self.plan.separate_slices:
                 # Read again for the update: the slices that the recomputation reads need not live until then.
                 index_then, next_carry = lax.optimization_barrier((index, next_carry))
                 given_now = {g: slice_at(s, index_then) for g, s in zip(self.in_place.values(), in_place, strict=True)}

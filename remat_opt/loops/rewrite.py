@@ -27,7 +27,7 @@ def rewrite_loops(
     chosen: Iterable[tuple[int, LoopChoice]],
     aliases: Sequence[tuple[int, int]] = (),
     *,
-    slices_apart: bool = False,
+    separate_slices: bool = False,
     steps: StepSearch | None = None,
 ) -> Program:
     """Write pairs of scans again.
@@ -37,8 +37,9 @@ def rewrite_loops(
         pairs: as `find_pairs` gives them.
         chosen: for some of the pairs, by position, what is to be done.
         aliases: (input, output) pairs of the program that share one buffer, because the input was donated.
-        slices_apart: slices of stacks that are updated in place get buffers of their own, so that no kernel reads the
-            stack when it has been overwritten: a compiler that does not see this copies the whole stack at each step.
+        separate_slices: slices of stacks that are updated in place get buffers of their own, so that no kernel reads
+            the stack when it has been overwritten: a compiler that does not see this copies the whole stack at each
+            step.
         steps: schedules steps of reverse loops, where a choice says so.
 
     Returns:
@@ -47,7 +48,7 @@ def rewrite_loops(
     splicing = Splicing(program)
     chosen = tuple(chosen)
     for at, choice in chosen:
-        splicing.write_pair(pairs[at], choice, aliases, pairs, slices_apart, steps)
+        splicing.write_pair(pairs[at], choice, aliases, pairs, separate_slices, steps)
     return splicing.result() if chosen else program
 
 
@@ -71,7 +72,7 @@ class Splicing:
         choice: LoopChoice,
         aliases: Sequence[tuple[int, int]],
         pairs: Sequence[Pair],
-        slices_apart: bool = False,
+        separate_slices: bool = False,
         steps: StepSearch | None = None,
     ) -> None:
         """Put a pair's two loops in the place of its scans."""
@@ -84,7 +85,7 @@ class Splicing:
                 read_later.update(x for x in equation.inputs if not isinstance(x, Constant))
         repeats = recomputations(pair, choice)
         writer = PairWriter(
-            program, pair, choice, repeats, update, self.constant, frozenset(read_later), slices_apart, steps
+            program, pair, choice, repeats, update, self.constant, frozenset(read_later), separate_slices, steps
         )
         # The reverse loop may read results of the forward loop that nothing else reads: a stack that is handed back.
         writer = dataclasses.replace(writer, read_later=writer.read_later.union(writer.reverse_operands))

@@ -89,7 +89,7 @@ class _Search:
             for x in _values(equation):
                 self.users.setdefault(x, set()).add(index)
         loops = {pair.backward_index, *(other.backward_index for other in pairs)}
-        self.behind = self.dependent_on(loops)
+        self.after_loops = self.dependent_on(loops)
 
     def dependent_on(self, loops: Collection[int]) -> set[int]:
         """Values that need the results of one of some equations, or of an effect that comes after this loop."""
@@ -124,7 +124,7 @@ class _Search:
         while pending:
             for x in _values(self.program.equations[pending.pop()]):
                 index = self.producer.get(x)
-                if x in made or index is None or x in self.behind or x in self.returned:
+                if x in made or index is None or x in self.after_loops or x in self.returned:
                     continue
                 equation = self.program.equations[index]
                 stacked = self.is_stack(x) and (self.fits(equation, made) or self.is_filled(equation))
@@ -150,7 +150,7 @@ class _Search:
                 if np.ndim(x.value):
                     return False
                 continue
-            if x not in made and x in self.behind:
+            if x not in made and x in self.after_loops:
                 return False  # it waits for another result of the loop
             if self.program.avals[x].shape not in ((), shape):
                 return False
@@ -221,7 +221,7 @@ class _Search:
         """Whether an equation reads a donated argument when the loop has overwritten it."""
         if index in region or index == self.pair.backward_index:
             return False
-        return not self.behind.isdisjoint(self.program.equations[index].outputs)
+        return not self.after_loops.isdisjoint(self.program.equations[index].outputs)
 
 
 def update_slices(program: Program, update: Update, environment: dict[int, Any]) -> None:

@@ -43,7 +43,7 @@ class Budget:
     at_any_cost: bool = False
 
     @property
-    def is_promise(self) -> bool:
+    def has_limit(self) -> bool:
         """Whether the compiled step has to be checked against it."""
         return self.physical_bytes is not None or self.fraction is not None
 

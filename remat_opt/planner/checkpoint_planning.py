@@ -16,7 +16,7 @@ import itertools
 from remat_opt.emit.checkpoint import Layout, is_repeatable
 from remat_opt.graph.derive import Choice
 from remat_opt.planner.budget import Budget, parse_budget
-from remat_opt.planner.candidates import Found
+from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.decision import Decision
 from remat_opt.planner.planning import decide, decision_of
 from remat_opt.planner.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
@@ -24,7 +24,7 @@ from remat_opt.planner.settings import Settings
 from remat_opt.search import SOLVERS, Solution, Solver
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
-WORTH_NESTING = 0.7  # a layer is divided inside where that lowers its peak to this part
+NESTING_THRESHOLD = 0.7  # a layer is divided inside where that lowers its peak to this part
 _CLOSED = "and what is saved behind the last segment is computed again, too: the function is taken for a layer of many"
 _ENCLOSED = "and all of it again as a whole: between forward and backward pass only the function's arguments are kept"
 _FEW_NAMES = 5
@@ -51,10 +51,10 @@ class CheckpointDecision:
     def is_one_region(self) -> bool:
         """Whether a function without segments stands under one `jax.checkpoint`, or runs as it is.
 
-        What a compiler computes again for nothing inside a kernel, JAX still keeps: for a derivative outside `jit`,
+        What a compiler recomputes for nothing inside a kernel, JAX still keeps: for a derivative outside `jit`,
         and for the backward loop of a scan. So a layer is one region even where nothing stored is recomputed.
         """
-        if self.layout is not None or parse_budget(self.decision.plan.budget).is_promise:
+        if self.layout is not None or parse_budget(self.decision.plan.budget).has_limit:
             return False
         return not is_loss(self.differentiated) and all(map(is_repeatable, self.differentiated.program.equations))
 
@@ -74,8 +74,8 @@ def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> Che
         budget = parse_budget(settings.plan.budget)
     else:
         budget = settings.budget
-        find = _least_time if budget.is_promise else _least_memory
-        decision = decision_of(Found(differentiated.prepared, find(differentiated, settings)), settings)
+        find = _minimum_time if budget.has_limit else _minimum_memory
+        decision = decision_of(Candidate(differentiated.prepared, find(differentiated, settings)), settings)
     layout, note = _layout(differentiated, decision.solution, budget)
     if note:
         decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))
@@ -88,7 +88,7 @@ def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) 
         return None, ""
     program = differentiated.program
     layout = layout_of(differentiated, solution)
-    if budget.is_promise:
+    if budget.has_limit:
         if kept_bytes(differentiated, layout) <= residual_limit(differentiated, budget):
             return layout, ""
     elif is_loss(differentiated):
@@ -113,7 +113,7 @@ def residual_limit(differentiated: Differentiated, budget: Budget) -> int:
     return budget.physical_bytes
 
 
-def _least_memory(differentiated: Differentiated, settings: Settings) -> Solution:
+def _minimum_memory(differentiated: Differentiated, settings: Settings) -> Solution:
     """The least peak of one call of a loss; for a layer the fewest residuals, then the least peak."""
     at_any_cost = settings.budget.at_any_cost
     problem = differentiated.problem
@@ -122,7 +122,7 @@ def _least_memory(differentiated: Differentiated, settings: Settings) -> Solutio
         # Nested plans of more memory, until they take one forward pass.
         lowest = min(solution.peak for solution in found)
         found += [SOLVERS["rotor"](problem, int(lowest * factor)) for factor in _MORE_MEMORY]
-        one_pass = sum(problem.graph.ops[op].seconds for op in problem.order[: differentiated.turn])
+        one_pass = sum(problem.graph.ops[op].seconds for op in problem.order[: differentiated.forward_end])
         found = [solution for solution in found if solution.extra_seconds <= one_pass] or found
     least = min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
     if is_loss(differentiated) or _is_worth_nesting(differentiated, least):
@@ -135,7 +135,7 @@ def _solvers(settings: Settings) -> list[Solver]:
     return [SOLVERS[name] for name in (_OF_STRETCHES if settings.solver == "auto" else (settings.solver,))]
 
 
-def _least_time(differentiated: Differentiated, settings: Settings) -> Solution:
+def _minimum_time(differentiated: Differentiated, settings: Settings) -> Solution:
     """The least extra time of those solutions whose residuals fit the budget."""
     problem, solvers = differentiated.problem, _solvers(settings)
     limit = residual_limit(differentiated, settings.budget)
@@ -164,13 +164,13 @@ def _kept(differentiated: Differentiated, solution: Solution) -> int:
 
 def _is_worth_nesting(differentiated: Differentiated, solution: Solution) -> bool:
     peak = differentiated.problem.plain.peak
-    return bool(solution.schedule.recomputed) and solution.peak <= WORTH_NESTING * peak
+    return bool(solution.schedule.recomputed) and solution.peak <= NESTING_THRESHOLD * peak
 
 
 def _keep_nothing(differentiated: Differentiated) -> Solution:
     """What one `jax.checkpoint` round the function does."""
-    turn = differentiated.turn
-    return differentiated.problem.solution(Choice(frozenset(), (turn,), (turn,)))
+    forward_end = differentiated.forward_end
+    return differentiated.problem.solution(Choice(frozenset(), (forward_end,), (forward_end,)))
 
 
 def choose_names(differentiated: Differentiated, budget: Budget) -> tuple[str, ...]:
@@ -187,7 +187,7 @@ def choose_names(differentiated: Differentiated, budget: Budget) -> tuple[str, .
             "expected jax.ad_checkpoint.checkpoint_name on some tensors of the function, found none; place names, or "
             "write remat_opt.checkpoint(fun), which finds tensors itself"
         )
-    limit = residual_limit(differentiated, budget) if budget.is_promise else None
+    limit = residual_limit(differentiated, budget) if budget.has_limit else None
     sizes = differentiated.problem.graph.sizes
 
     def rank(names: frozenset[str]) -> tuple[float, ...]:
@@ -212,7 +212,9 @@ def choose_names(differentiated: Differentiated, budget: Budget) -> tuple[str, .
 
 def _saving(differentiated: Differentiated, values: frozenset[int]) -> Solution:
     """Everything before the first cotangent recomputed, between some saved values."""
-    problem, turn = differentiated.problem, differentiated.turn
+    problem, forward_end = differentiated.problem, differentiated.forward_end
     position = {op: at for at, op in enumerate(problem.order)}
     made = {position[problem.graph.producer[value]] + 1 for value in values if problem.graph.producer[value] >= 0}
-    return problem.solution(Choice(values, (turn,), tuple(sorted({at for at in made if at <= turn} | {turn}))))
+    return problem.solution(
+        Choice(values, (forward_end,), tuple(sorted({at for at in made if at <= forward_end} | {forward_end})))
+    )

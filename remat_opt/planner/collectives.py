@@ -55,22 +55,22 @@ def _devices(sharding: Any) -> int:
 
 
 def without_repeats(
-    decision: Decision, prepared: Prepared, decide_again: Callable[[Prepared, Measure], Decision], measure: Measure
+    decision: Decision, prepared: Prepared, plan_again: Callable[[Prepared, Measure], Decision], measure: Measure
 ) -> Decision:
     """Plan again until the compiled step sends no more arrays than the original step, or `MOST_ROUNDS` are over.
 
     Args:
         decision: the first one.
-        prepared: the step as it was given.
-        decide_again: decides for the same step, in which fewer values may be computed again.
+        prepared: the original step.
+        plan_again: decides for the same step, in which fewer values may be recomputed.
         measure: the compiler.
 
     Returns:
-        The decision that sends least; where all send more than the step as it was given, its note says so.
+        The decision that sends least; where all send more than the original step, its note says so.
     """
     first, plain, pinned, once = decision, None, frozenset[Path](), False
     found: list[tuple[int, Decision]] = []
-    while not decision.runs_as_given and len(found) < MOST_ROUNDS:
+    while not decision.is_unchanged and len(found) < MOST_ROUNDS:
         decision = _measured(measure, decision)
         sent = decision.plan.measured and decision.plan.measured.collectives
         if not sent:
@@ -87,7 +87,7 @@ def without_repeats(
         else:
             pinned |= more
         try:
-            decision = decide_again(_pinned(prepared, pinned).gathering_once(once), _remembering(measure, plain))
+            decision = plan_again(_pinned(prepared, pinned).gathering_once(once), _with_cached_plain(measure, plain))
         except InfeasibleBudget:
             break
     if not found:
@@ -113,7 +113,7 @@ def _measured(measure: Measure, decision: Decision) -> Decision:
 
 
 def _plain(measure: Measure, prepared: Prepared, decision: Decision) -> Figures | None:
-    """The compiler's figures of the step as it was given; None where the compiler refuses it."""
+    """The compiler's figures of the original step; None where the compiler refuses it."""
     if decision.plan.plain_measured is not None:
         return decision.plan.plain_measured
     try:
@@ -122,8 +122,8 @@ def _plain(measure: Measure, prepared: Prepared, decision: Decision) -> Figures 
         return None
 
 
-def _remembering(measure: Measure, plain: Figures) -> Measure:
-    """The compiler, not asked again for the step as it was given."""
+def _with_cached_plain(measure: Measure, plain: Figures) -> Measure:
+    """The compiler, not asked again for the original step."""
     return lambda prepared, solution: plain if solution is None else measure(prepared, solution)
 
 
@@ -147,13 +147,13 @@ def _values(equation: Equation) -> list[int]:
 
 
 def _pinned(prepared: Prepared, pinned: frozenset[Path]) -> Prepared:
-    """The same step, in which some values are not computed again."""
+    """The same step, in which some values are not recomputed."""
     program = dataclasses.replace(prepared.captured.program, pinned=pinned)
     again = prepare(dataclasses.replace(prepared.captured, program=program), prepared.target)
     return dataclasses.replace(again, seconds=prepared.seconds)
 
 
-def told_of_explicit(decision: Decision) -> Decision:
+def note_explicit_collectives(decision: Decision) -> Decision:
     """Where nothing is gained, and explicit collectives are why, the note says what allows it."""
     program, nothing = decision.prepared.captured.program, decision.plan.note.startswith("nothing to gain")
     if not nothing or not any(communicates(e.primitive, e.params) for e in program.equations):

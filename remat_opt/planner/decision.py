@@ -1,4 +1,4 @@
-"""Shared by all ways to plan a step: search its forms, ask the compiler, build the `Decision`."""
+"""Shared by all ways to plan a step: search its variants, ask the compiler, build the `Decision`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 import jax
 import jaxlib
 
-from remat_opt.planner.candidates import Forms, Found
+from remat_opt.planner.candidates import Candidate, Variants
 from remat_opt.planner.plan import Plan, Prediction, digest, pack
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.progress import SearchProgress
 from remat_opt.planner.settings import Settings
 from remat_opt.search import Solution
-from remat_opt.search.watching import watched_by
+from remat_opt.search.progress import reporting_to
 from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.version import __version__
 
@@ -45,87 +45,91 @@ class Decision:
         return self.prepared.seconds
 
     @property
-    def runs_as_given(self) -> bool:
+    def is_unchanged(self) -> bool:
         """Whether nothing was changed."""
-        return runs_as_given(self.prepared, self.solution)
+        return is_unchanged(self.prepared, self.solution)
 
     def emit(self, arguments: Sequence[Any]) -> list[Any]:
         """Write the planned step on the program's flat inputs."""
         return self.prepared.emit(self.solution, arguments)
 
 
-class Decider:
+class Planner:
     """Plans one step with the user's settings.
 
     Args:
-        prepared: the step as it was given.
+        prepared: the original step.
         settings: what the user asked for.
         measure: the compiler; None where nothing may be compiled.
     """
 
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
-        self.given = prepared
+        self.original = prepared
         self.settings = settings
-        self.forms = Forms(prepared, settings.solver, settings.keep_user_checkpoints)
+        self.variants = Variants(prepared, settings.solver, settings.keep_user_checkpoints)
         self.compile = measure
         self.plain_figures: Figures | None = None
 
-    def search(self, limit: int | None) -> Found:
+    def search(self, limit: int | None) -> Candidate:
         """The fastest candidate within a predicted peak, or the least memory (None: for one more forward pass)."""
         started = time.perf_counter()
-        with SearchProgress() as progress, watched_by(progress):
-            found = self.forms.least() if limit is None else self.forms.within(limit)
+        with SearchProgress() as progress, reporting_to(progress):
+            candidate = self.variants.minimum_memory() if limit is None else self.variants.within(limit)
         self.spend("search", started)
-        return found
+        return candidate
 
-    def measure(self, found: Found | None) -> Figures:
+    def measure(self, candidate: Candidate | None) -> Figures:
         """Compile a candidate, or the original step (None), and return the compiler's figures."""
         assert self.compile is not None
         started = time.perf_counter()
-        figures = self.compile(self.given, None) if found is None else self.compile(found.prepared, found.solution)
+        figures = (
+            self.compile(self.original, None)
+            if candidate is None
+            else self.compile(candidate.prepared, candidate.solution)
+        )
         self.spend("compile", started)
-        if found is None:
+        if candidate is None:
             self.plain_figures = figures
         return figures
 
-    def measure_if_it_fits(self, found: Found | None) -> Figures | None:
+    def measure_if_it_fits(self, candidate: Candidate | None) -> Figures | None:
         """Like `measure`; None if the compiler refuses a step that is too large for the device, as a TPU's does."""
         try:
-            return self.measure(found)
+            return self.measure(candidate)
         except CompilationOutOfMemory:
             return None
 
     def spend(self, stage: str, started: float) -> None:
-        seconds = self.given.seconds
+        seconds = self.original.seconds
         seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - started
 
     # Results
 
     def plain(self, note: str, figures: Figures | None = None) -> Decision:
-        unchanged = self.given.unchanged
-        return self.decision(Found(unchanged, unchanged.problem.plain), figures or self.plain_figures, note=note)
+        unchanged = self.original.unchanged
+        return self.decision(Candidate(unchanged, unchanged.problem.plain), figures or self.plain_figures, note=note)
 
-    def decision(self, found: Found, measured: Figures | None = None, note: str = "") -> Decision:
-        prepared, solution = found.prepared, found.solution
+    def decision(self, candidate: Candidate, measured: Figures | None = None, note: str = "") -> Decision:
+        prepared, solution = candidate.prepared, candidate.solution
         names = prepared.names(solution.choice)
-        graph, given = prepared.bridge.graph, self.given.unchanged.bridge.graph
+        graph, original = prepared.bridge.graph, self.original.unchanged.bridge.graph
         predicted = Prediction(
             plain_peak_bytes=prepared.plain_peak,
-            peak_bytes=found.peak,
+            peak_bytes=candidate.peak,
             saved_bytes=sum(graph.sizes[value] for value in solution.choice.saved),
-            flops=given.flops,
-            extra_flops=found.extra_flops,
-            seconds=given.seconds,
-            extra_seconds=found.extra_seconds,
+            flops=original.flops,
+            extra_flops=candidate.extra_flops,
+            seconds=original.seconds,
+            extra_seconds=candidate.extra_seconds,
         )
         saved = tuple(names[value] for value in sorted(names))
-        written = prepared.loops if prepared.given else None
-        loops = prepared.loops or self.forms.loops
+        written = prepared.loops if prepared.original else None
+        loops = prepared.loops or self.variants.loops
         said = loops.summary(written=written is not None) if loops else ""
         plan = Plan(
-            fingerprint=self.given.fingerprint,
-            inputs=self.given.inputs,
-            equations=len(self.given.captured.program.equations),
+            fingerprint=self.original.fingerprint,
+            inputs=self.original.inputs,
+            equations=len(self.original.captured.program.equations),
             target=prepared.target.name,
             solver=self.settings.solver,
             budget=self.settings.asked_budget,
@@ -143,14 +147,14 @@ class Decider:
             inside_loops=written.inside if written else None,
             gathers_once=prepared.captured.program.gathers_once,
             rewritten=prepared.is_reformed,
-            in_our_order=prepared.in_our_order,
+            reordered=prepared.reordered,
         )
         return Decision(prepared, solution, plan)
 
 
-def runs_as_given(prepared: Prepared, solution: Solution) -> bool:
+def is_unchanged(prepared: Prepared, solution: Solution) -> bool:
     """Whether a solution changes nothing."""
-    return Found(prepared, solution).runs_as_given
+    return Candidate(prepared, solution).is_unchanged
 
 
 def versions() -> dict[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 from remat_opt.graph.build import Bridge, bytes_of
 from remat_opt.graph.graph import Graph
 from remat_opt.planner.decision import Decision
-from remat_opt.planner.planning import run_as_given
+from remat_opt.planner.planning import keep_original
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
 from remat_opt.rewrites.captured import Captured
@@ -29,17 +29,17 @@ def has_failed(note: str) -> bool:
     return _FAILED in note
 
 
-def as_given_after(error: Exception, stage: str, prepared: Prepared, settings: Settings) -> Decision:
+def original_after(error: Exception, stage: str, prepared: Prepared, settings: Settings) -> Decision:
     """The decision to change nothing, after an error in a stage."""
     note = failure_note(stage, error)
     try:
-        return run_as_given(prepared.given or prepared, settings, note)
+        return keep_original(prepared.original or prepared, settings, note)
     except Exception:  # what failed is asked for the plan's figures, too
-        return run_as_given(unread(prepared.captured.traced, prepared.target), settings, note)
+        return keep_original(unread(prepared.captured.traced, prepared.target), settings, note)
 
 
 def of_symbolic_shapes(traced: Any, target: Target, settings: Settings, symbolic: Sequence[str]) -> Decision:
-    """The decision for a step with symbolic shapes: it runs as it was given, for memory is counted in sizes.
+    """The decision for a step with symbolic shapes: it runs unchanged, for memory is counted in sizes.
 
     Args:
         traced: the step.
@@ -50,7 +50,7 @@ def of_symbolic_shapes(traced: Any, target: Target, settings: Settings, symbolic
     Raises:
         ValueError: a budget or a plan was given, which only sizes can be held to.
     """
-    asked = "a plan" if settings.plan is not None else "a budget" if settings.budget.is_promise else None
+    asked = "a plan" if settings.plan is not None else "a budget" if settings.budget.has_limit else None
     error = ValueError(
         f"expected shapes of numbers to keep {asked}, got {symbolic[0]}, whose size is not known. Export the step once "
         f"for each size, or without {asked}: then it runs as it was given"
@@ -59,7 +59,7 @@ def of_symbolic_shapes(traced: Any, target: Target, settings: Settings, symbolic
         raise error
     note = f"symbolic shapes ({', '.join(symbolic)}) have no size to plan for"
     note = failure_note("planning", error) if asked else note
-    return run_as_given(unread(traced, target), settings, note)
+    return keep_original(unread(traced, target), settings, note)
 
 
 def unread(traced: Any, target: Target) -> Prepared:

@@ -10,7 +10,7 @@ from remat_opt.emit.train_step import write
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
-from remat_opt.graph.liveness import least_possible
+from remat_opt.graph.liveness import minimum_possible
 from remat_opt.loops.body import is_loop
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.loops.inside import rewrite_inside
@@ -23,7 +23,7 @@ from remat_opt.trace.inline import Program
 from remat_opt.trace.names import name_values
 from remat_opt.trace.platforms import GPUS
 
-WORTH_SEGMENTS = 0.9  # of a body's peak; above, segments inside it are no gain
+SEGMENTS_THRESHOLD = 0.9  # of a body's peak; above, segments inside it are no gain
 
 
 def write_loops(
@@ -44,8 +44,8 @@ def write_loops(
         loops: what was chosen for its pairs.
         aliases: (input, output) pairs of the program that share one buffer.
         rates: the target.
-        inside: None leaves bodies of loops as they are. Else those with a turning point get segments, for this share
-            of what lies between their least and their plain peak.
+        inside: None leaves bodies of loops as they are. Else those with a forward/backward boundary get segments, for
+            this share of what lies between their least and their plain peak.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         platform: the target's.
         problems: of bodies that were searched before, with what was found; filled here.
@@ -61,7 +61,7 @@ def write_loops(
         loops.pairs,
         loops.chosen,
         aliases,
-        slices_apart=platform == "cpu",
+        separate_slices=platform == "cpu",
         steps=SearchedSteps(rates, platform, problems),
     )
     if inside is None:
@@ -161,12 +161,12 @@ def body_in_segments(
         return None
     graph = bridge.graph
     problem = _problem_of(graph, problems)
-    if least_possible(graph) > WORTH_SEGMENTS * problem.plain.peak:
+    if minimum_possible(graph) > SEGMENTS_THRESHOLD * problem.plain.peak:
         return None  # nothing that could be found is worth it
     solution = SOLVERS["auto"](problem, None)
     if share:
         solution = SOLVERS["auto"](problem, int(solution.peak + share * (problem.plain.peak - solution.peak)))
-    if not solution.schedule.recomputed or solution.peak > WORTH_SEGMENTS * problem.plain.peak:
+    if not solution.schedule.recomputed or solution.peak > SEGMENTS_THRESHOLD * problem.plain.peak:
         return None
     names = name_values(body, solution.choice.saved)
     return Body(lambda operands: write(bridge, solution.schedule, names, operands), solution.peak)

@@ -32,12 +32,12 @@ class Prediction:
     """The models' figures for a plan; nothing is compiled for them.
 
     Attributes:
-        plain_peak_bytes: peak of temporary memory of the step as it was given.
+        plain_peak_bytes: peak of temporary memory of the original step.
         peak_bytes: the same for the planned step.
         saved_bytes: bytes of all saved tensors.
-        flops: FLOPs of the step as it was given.
+        flops: FLOPs of the original step.
         extra_flops: FLOPs that are recomputed.
-        seconds: estimated time of the step as it was given, by the target's roofline.
+        seconds: estimated time of the original step, by the target's roofline.
         extra_seconds: estimated time of the recomputation.
     """
 
@@ -75,24 +75,24 @@ class Plan:
         solver: name of the search.
         budget: the budget as it was asked for; None for the least memory.
         saved: names of the saved tensors. Only this may be edited by hand; the schedule is then derived again.
-        choice: the search's decision by ids: the saved values, the cuts and the turning points.
+        choice: the search's decision by ids: the saved values, the cuts and the forward/backward boundaries.
         runs: the order of all ops, with repeats, as ranges; `schedule` lists them.
         predicted: the models' figures.
         measured: the compiler's figures of the planned step, where it was compiled.
-        plain_measured: the compiler's figures of the step as it was given, where it was compiled.
+        plain_measured: the compiler's figures of the original step, where it was compiled.
         versions: versions of remat_opt, jax and jaxlib that planned.
         note: why the plan is as it is, in a sentence, where there is something to say.
         saved_digest: of the saved set that the schedule was made for.
         loops: for pairs of forward and backward loops, by position, how they are written; the schedule is of the
             program with its loops written so.
-        loop_bodies: how many bodies of loops were written again.
+        loop_bodies: how many bodies of loops were rewritten.
         inside_loops: the share of what lies between their least and their plain peak that they may need; None where
-            none was written again.
+            none was rewritten.
         gathers_once: for a sharded step: recomputation reads the weights that were gathered before, instead of
             gathering them again.
         rewritten: whether some operations differ from those of the original step. Then the step is emitted even if
             nothing is recomputed.
-        in_our_order: nothing is recomputed and no operation differs, but the step is emitted in our order, which alone
+        reordered: nothing is recomputed and no operation differs, but the step is emitted in our order, which alone
             saves memory.
     """
 
@@ -116,13 +116,13 @@ class Plan:
     inside_loops: float | None = None
     gathers_once: bool = False
     rewritten: bool = False
-    in_our_order: bool = False
+    reordered: bool = False
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing is changed: the step runs as it was given."""
+        """Whether nothing is changed: the step runs unchanged."""
         recomputes = any(run.recomputed for run in self.runs)
-        return not (recomputes or self.loops or self.loop_bodies or self.rewritten or self.in_our_order)
+        return not (recomputes or self.loops or self.loop_bodies or self.rewritten or self.reordered)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
@@ -140,7 +140,7 @@ class Plan:
                 that the program does not have.
         """
         count = plan_checks.check_runs(((run.ranges, run.recomputed) for run in self.runs), len(graph.ops))
-        points = self.choice.turning_points
+        points = self.choice.boundaries
         for at in (*points, *self.choice.cuts):
             plan_checks.expect(0 <= at <= count, "choice", f"positions from 0 to {count}", at)
         if len({*points}) * count > plan_checks.most_runs(count):
@@ -173,7 +173,7 @@ class Plan:
             "saved_digest": self.saved_digest,
             "choice": {
                 "saved": sorted(self.choice.saved),
-                "turning_points": list(self.choice.turning_points),
+                "turning_points": list(self.choice.boundaries),
                 "cuts": list(self.choice.cuts),
             },
             "schedule": [{"recomputed": run.recomputed, "ops": [list(one) for one in run.ranges]} for run in self.runs],
@@ -204,7 +204,7 @@ class Plan:
             document["gathers_once"] = True
         if self.rewritten:
             document["rewritten"] = True
-        if self.in_our_order:
+        if self.reordered:
             document["in_our_order"] = True
         document["schedule_digest"] = _digest_of_schedule(document)
         return json.dumps(document, indent=1)
@@ -260,7 +260,7 @@ class Plan:
             loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
             gathers_once="gathers_once" in document,
             rewritten="rewritten" in document,
-            in_our_order="in_our_order" in document,
+            reordered="in_our_order" in document,
         )
 
     def save(self, path: str | Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import jax
 
-from remat_opt.planner.decision import Decider, Decision, versions
+from remat_opt.planner.decision import Decision, Planner, versions
 from remat_opt.planner.fallback import has_failed
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.planning import take_over
@@ -87,7 +87,7 @@ def _read(path: Path, prepared: Prepared, settings: Settings) -> Decision | None
         asked = (settings.asked_budget, settings.solver, prepared.target.name, versions(), False)
         if (plan.budget, plan.solver, plan.target, plan.versions, plan.edited) != asked:
             return None
-        return dataclasses.replace(take_over(Decider(prepared, settings, None), plan), plan=plan)
+        return dataclasses.replace(take_over(Planner(prepared, settings, None), plan), plan=plan)
     except Exception:  # whatever is in the file, the step can be planned
         return None
 

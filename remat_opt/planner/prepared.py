@@ -1,4 +1,4 @@
-"""`Prepared`: a captured step with its graph, ready for any search, with its loops as they are or written again."""
+"""`Prepared`: a captured step with its graph, ready for any search, with its loops as they are or rewritten."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class Prepared:
         bridge: its graph.
         target: whose costs the graph has.
         seconds: time spent on each stage so far.
-        given: the original program, if loops were rewritten; else None.
+        original: the original program, if loops were rewritten; else None.
         loops: the choices for the loops.
-        in_our_order: emit the step even if nothing is recomputed, to fix its order for the compiler.
+        reordered: emit the step even if nothing is recomputed, to fix its order for the compiler.
     """
 
     captured: Captured
     bridge: Bridge
     target: Target
     seconds: dict[str, float]
-    given: Prepared | None = None
+    original: Prepared | None = None
     loops: LoopChoices | None = None
-    in_our_order: bool = False
+    reordered: bool = False
 
     @property  # not cached: the copy caches this step as its original, and the two would keep each other alive
     def ordered(self) -> Prepared:
@@ -54,9 +54,9 @@ class Prepared:
         Updates run as early as they can, barriers fix the order, and the compiler is asked to save memory. This alone
         may save half of the memory.
         """
-        return self if self.is_rewritten else self._the_same_but(in_our_order=True)
+        return self if self.is_rewritten else self._replace(reordered=True)
 
-    def _the_same_but(self, **changes: Any) -> Prepared:
+    def _replace(self, **changes: Any) -> Prepared:
         """A copy with changed fields that shares what the searches have cached for the graph, which stays the same."""
         same = dataclasses.replace(self, **changes)
         same.__dict__["problem"] = self.problem
@@ -69,13 +69,13 @@ class Prepared:
 
         Args:
             loops: the choices for its pairs.
-            inside: None leaves the bodies of loops as they are. Else those that have a turning point get segments, for
-                this share of what lies between their least and their plain peak.
+            inside: None leaves the bodies of loops as they are. Else those that have a forward/backward boundary get
+                segments, for this share of what lies between their least and their plain peak.
             keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         """
-        given, aliases = self.captured.program, self.bridge.graph.aliases
+        original, aliases = self.captured.program, self.bridge.graph.aliases
         program, loops = write_loops(
-            given,
+            original,
             loops,
             aliases,
             self.rates,
@@ -84,10 +84,10 @@ class Prepared:
             platform=self.target.platform,
             problems=self._bodies,
         )
-        if program is given:
-            return self._the_same_but(loops=loops)
+        if program is original:
+            return self._replace(loops=loops)
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
-        return dataclasses.replace(again, seconds=self.seconds, given=self, loops=loops)
+        return dataclasses.replace(again, seconds=self.seconds, original=self, loops=loops)
 
     def step_search(self) -> SearchedSteps:
         """Schedules for the steps of its loops."""
@@ -99,7 +99,7 @@ class Prepared:
         return self.problem.memo.setdefault("bodies", {})
 
     def gathering_once(self, once: bool = True) -> Prepared:
-        """The same step, in which inputs that devices gather are not gathered again for what is computed again."""
+        """The same step, in which inputs that devices gather are not gathered again for what is recomputed."""
         if once == self.captured.program.gathers_once:
             return self
         program = dataclasses.replace(self.captured.program, gathers_once=once)
@@ -114,30 +114,30 @@ class Prepared:
     @property
     def is_rewritten(self) -> bool:
         """Whether the step is emitted even if nothing is recomputed."""
-        return self.in_our_order or self.is_reformed
+        return self.reordered or self.is_reformed
 
     @functools.cached_property
     def is_reformed(self) -> bool:
         """Whether some operations differ from those of the original step."""
-        ours, given = (
-            [one.primitive for one in program.equations] for program in (self.bridge.program, self.captured.given)
+        ours, original = (
+            [one.primitive for one in program.equations] for program in (self.bridge.program, self.captured.original)
         )
-        return self.given is not None or ours != given
+        return self.original is not None or ours != original
 
     @property
     def unchanged(self) -> Prepared:
         """The original step, which is not rewritten at all."""
-        if self.given:
-            return self.given.unchanged
+        if self.original:
+            return self.original.unchanged
         return self._original if self.is_rewritten else self  # cached by itself it would be in a reference cycle
 
     @functools.cached_property
     def _original(self) -> Prepared:
         planned = self.captured.program
-        given = dataclasses.replace(
-            self.captured.given, marks=planned.marks, repeats_collectives=planned.repeats_collectives
+        original = dataclasses.replace(
+            self.captured.original, marks=planned.marks, repeats_collectives=planned.repeats_collectives
         )
-        again = prepare(dataclasses.replace(self.captured, program=given), self.target, keep_scatters=True)
+        again = prepare(dataclasses.replace(self.captured, program=original), self.target, keep_scatters=True)
         return dataclasses.replace(again, seconds=self.seconds)
 
     @property
@@ -163,17 +163,17 @@ class Prepared:
     @functools.cached_property
     def fingerprint(self) -> str:
         """What a plan must match."""
-        return self.given.fingerprint if self.given else fingerprint(self.captured.program)
+        return self.original.fingerprint if self.original else fingerprint(self.captured.program)
 
     @functools.cached_property
     def plain_graph(self) -> Graph:
         """The original step, with the user's own checkpoints where the target's compiler honours them."""
-        if self.given:
-            return self.given.plain_graph
-        return self.problem.kept("plain graph", self._read_plain)  # once for all copies of the same step
+        if self.original:
+            return self.original.plain_graph
+        return self.problem.cached("plain graph", self._read_plain)  # once for all copies of the same step
 
     def _read_plain(self) -> Graph:
-        if self.captured.given.entered_checkpoints and not compat.expands_barriers(self.target.platform):
+        if self.captured.original.entered_checkpoints and not compat.expands_barriers(self.target.platform):
             program = inline(compat.without_dead_code(self.captured.traced.jaxpr), merge_checkpoints=False)
             return _bridge(program, self.captured, self.target, keep_scatters=True).graph
         return self.unchanged.bridge.graph

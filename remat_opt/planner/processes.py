@@ -34,11 +34,11 @@ def solve(solver: str, problem: Problem, budget: int | None) -> Solution:
     if solver not in WITH_TIME_LIMITS or jax.process_count() == 1:
         return SOLVERS[solver](problem, budget)
     key = f"remat_opt/{solver}/{budget}/{digest(problem.graph)}"
-    found = told_by_process_0(key, lambda: _to_text(SOLVERS[solver](problem, budget)))
+    found = broadcast_from_process_0(key, lambda: _to_text(SOLVERS[solver](problem, budget)))
     return problem.scheduled(_from_text(found), Choice())
 
 
-def told_by_process_0(key: str, make: Callable[[], str]) -> str:
+def broadcast_from_process_0(key: str, make: Callable[[], str]) -> str:
     """A text that process 0 makes and all processes of the job read, through the service that connects them.
 
     Nothing here waits for a process but for process 0, which waits for none.

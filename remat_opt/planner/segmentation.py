@@ -61,7 +61,7 @@ class Differentiated:
         return frozenset(found)
 
     @functools.cached_property
-    def turn(self) -> int:
+    def forward_end(self) -> int:
         """The position, in the order of first runs, behind the last op that makes a value of the function."""
         producer = self.problem.graph.producer
         made_by = {producer[value] for value in self.joint_value.values()}
@@ -243,14 +243,14 @@ class _LayoutOf:
         """For each equation its place among the segments: odd for recomputed ones, even for what is kept between.
 
         A segment is as long as from its first to its last op in program order, and what reads values that are
-        forgotten in it belongs to it, too: outside, its derivative would keep them. No equation stands before one that
+        evicted in it belongs to it, too: outside, its derivative would keep them. No equation stands before one that
         makes what it reads.
         """
         run_of = {i: self.repeats_of[i][level] for i in equations if len(self.repeats_of[i]) > level}
         rank = {run: 2 * number + 1 for number, run in enumerate(dict.fromkeys(run_of.values()))}
         last = {rank[run]: index for index, run in run_of.items()}
         place_of: dict[int, int] = {}  # of the values so far
-        forgotten: dict[int, int] = {}  # of those of them that are made again
+        evicted: dict[int, int] = {}  # of those of them that are recomputed
         places: dict[int, int] = {}
         latest = 0
         for index in equations:
@@ -262,11 +262,11 @@ class _LayoutOf:
             elif index <= last.get(latest, -1):
                 place = latest
             else:
-                place = max((forgotten[value] for value in reads if value in forgotten), default=latest + latest % 2)
+                place = max((evicted[value] for value in reads if value in evicted), default=latest + latest % 2)
             places[index] = max([place, *(place_of.get(value, 0) for value in reads)])
             place_of.update(dict.fromkeys(equation.outputs, places[index]))
             if index in run_of:
-                forgotten.update(dict.fromkeys(equation.outputs, places[index]))
+                evicted.update(dict.fromkeys(equation.outputs, places[index]))
         return places
 
 

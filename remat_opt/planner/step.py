@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from remat_opt.planner.collectives import is_divided, told_of_explicit, without_repeats
+from remat_opt.planner.collectives import is_divided, note_explicit_collectives, without_repeats
 from remat_opt.planner.decision import Decision, Measure
 from remat_opt.planner.plan_files import saved_or_new
 from remat_opt.planner.planning import decide
@@ -51,4 +51,4 @@ def decide_step(prepared: Prepared, settings: Settings, options: dict[str, Any],
         return decision
     if measure is not None and prepared.captured.program.marks is not None:
         decision = without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
-    return told_of_explicit(decision)
+    return note_explicit_collectives(decision)

@@ -33,12 +33,12 @@ def explain(decision: Decision) -> Explanation:
     prepared, solution = decision.prepared, decision.solution
     return Explanation(
         plan=decision.plan,
-        given=prepared.plain_graph,
+        original=prepared.plain_graph,
         graph=prepared.problem.graph,
         plain=prepared.unchanged.problem.plain.liveness,
         rewritten=solution.liveness,
         names=prepared.names(solution.choice),
         seconds=dict(decision.seconds),
-        loops=prepared.loops.written if prepared.given and prepared.loops else (),
-        flops_note=note_of_loops(prepared.captured.given),
+        loops=prepared.loops.written if prepared.original and prepared.loops else (),
+        flops_note=note_of_loops(prepared.captured.original),
     )

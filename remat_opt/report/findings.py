@@ -32,18 +32,18 @@ class Findings:
 
     Attributes:
         plan: what was decided.
-        given: the step as it was given.
+        original: the original step.
         graph: the step as the plan sees it, with loops and pooling in the forms that we write.
         plain: the simulated step with everything saved and the updates as early as they can be.
         rewritten: the simulated plan.
         names: name of each saved value.
         seconds: time spent on each stage of planning.
-        loops: pairs of forward and backward loops that are written again.
+        loops: pairs of forward and backward loops that are rewritten.
         flops_note: what has to be known of the FLOPs; empty if nothing.
     """
 
     plan: Plan
-    given: Graph
+    original: Graph
     graph: Graph
     plain: Liveness
     rewritten: Liveness
@@ -54,9 +54,9 @@ class Findings:
 
     @functools.cached_property
     def before(self) -> Curve:
-        """Live memory over the step as it was given, in its own order."""
-        schedule = save_everything(self.given)
-        return curve_of(self.given, schedule, simulate(self.given, schedule))
+        """Live memory over the original step, in its own order."""
+        schedule = save_everything(self.original)
+        return curve_of(self.original, schedule, simulate(self.original, schedule))
 
     @functools.cached_property
     def after(self) -> Curve:
@@ -73,9 +73,12 @@ class Findings:
         """Temporary memory above which XLA recomputes on its own; None where that is not known."""
         if self.plan.measured is not None:
             return self.plan.measured.xla_limit_bytes
-        arrays = [*self.given.inputs, *(set(self.given.outputs) - {output for _, output in self.given.aliases})]
+        arrays = [
+            *self.original.inputs,
+            *(set(self.original.outputs) - {output for _, output in self.original.aliases}),
+        ]
         target = TARGETS.get(self.plan.target)
-        return target and target.xla_limit(sum(self.given.sizes[value] for value in arrays))
+        return target and target.xla_limit(sum(self.original.sizes[value] for value in arrays))
 
     @functools.cached_property
     def held(self) -> Mapping[int, str]:

@@ -19,7 +19,7 @@ class Reason(enum.Enum):
     """Why a tensor is saved; the value is the sentence that reports print."""
 
     CROSSES_A_CUT = "crossing a cut: read again when a later segment is recomputed"
-    DEAR = "dear to recompute: results of products, convolutions and the like inside a recomputed segment"
+    EXPENSIVE = "dear to recompute: results of products, convolutions and the like inside a recomputed segment"
     INSIDE = "from inside a recomputed segment, kept rather than made again"
     NOT_RECOMPUTED = "from parts of the step that are not recomputed, for their own backward"
     NOT_REPEATABLE = "made by an operation that must not run twice"
@@ -89,7 +89,7 @@ def reasons_of(plan: Plan, graph: Graph, values: Iterable[int]) -> dict[int, Rea
     """Why each saved value is saved. The schedule tells: who reads the value, and in which segment."""
     first_runs = [op for run in plan.schedule.runs if not run.recomputed for op in run.ops]
     position = {op: at for at, op in enumerate(first_runs)}
-    cuts = sorted({*plan.choice.cuts, *plan.choice.turning_points})
+    cuts = sorted({*plan.choice.cuts, *plan.choice.boundaries})
     segment = {op: bisect.bisect_right(cuts, at) for op, at in position.items()}
     again = frozenset(plan.schedule.recomputed)
     recomputed_segments = {segment[op] for op in again}
@@ -103,7 +103,7 @@ def reasons_of(plan: Plan, graph: Graph, values: Iterable[int]) -> dict[int, Rea
             return Reason.CROSSES_A_CUT
         if made_in not in recomputed_segments:
             return Reason.NOT_RECOMPUTED
-        return Reason.DEAR if graph.ops[maker].kind in (Kind.CONTRACTION, Kind.OPAQUE) else Reason.INSIDE
+        return Reason.EXPENSIVE if graph.ops[maker].kind in (Kind.CONTRACTION, Kind.OPAQUE) else Reason.INSIDE
 
     return {value: reason(value) for value in values}
 

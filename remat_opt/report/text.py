@@ -75,7 +75,7 @@ def _summary(explanation: Findings) -> list[str]:
             f"again in {segments}, each when its gradients are due{updates}."
         )
     if not done:
-        what = "order" if plan.in_our_order else "form"
+        what = "order" if plan.reordered else "form"
         done.append(f"Operations are written in another {what} that keeps less; nothing is computed again.")
     extra, less = predicted.extra_flops, "more" if predicted.extra_flops >= 0 else "fewer"
     done.append(
@@ -220,7 +220,7 @@ def _saved_for(reason: Reason, groups: list[Group]) -> list[str]:
         f"{count} ({format_bytes(total)}) {reason.value}", WIDTH, initial_indent="  ", subsequent_indent="    "
     )
     for group in groups[:MOST_GROUPS]:
-        spared = f"   spares {format_flops(group.flops)}" if reason is Reason.DEAR and group.flops else ""
+        spared = f"   spares {format_flops(group.flops)}" if reason is Reason.EXPENSIVE and group.flops else ""
         times = f"{group.count} ×" if group.count > 1 else ""
         lines.extend(_named(f"    {times:>5}{format_bytes(group.size):>11}  ", group.name, spared))
     rest = groups[MOST_GROUPS:]

@@ -21,7 +21,7 @@ class Captured:
 
     Attributes:
         traced: JAX's own record; its jaxpr is the same object for every call of the same signature.
-        given: the flat program as it was traced.
+        original: the flat program as it was traced.
         program: the same as it is planned and written, without copies of stacks (`handed_back.py`), with other masks
             (`masks.py`), fewer scatters (`one_hot.py`) and each `shard_map` that communicates in two parts
             (`mapped.py`). The inputs of both are the values the function closes over while it is differentiated or
@@ -31,7 +31,7 @@ class Captured:
     """
 
     traced: Any
-    given: Program
+    original: Program
     program: Program
     donated: tuple[bool, ...]
     closed_over: tuple[Any, ...]

@@ -80,31 +80,31 @@ class _Rewriting:
             for value in {atom for atom in equation.inputs if isinstance(atom, int)}:
                 self.readers.setdefault(value, []).append(index)
         self.instead: dict[int, Equation] = {}  # by the index of the equation that makes the result
-        self.behind: dict[int, list[Equation]] = {}  # what comes next; -1 for the beginning
+        self.inserted_after: dict[int, list[Equation]] = {}  # what comes next; -1 for the beginning
         self.gone: set[int] = set()
         self.opaque = set(program.opaque)
-        self.together = list(program.together)
+        self.in_one_barrier = list(program.in_one_barrier)
 
     def run(self, scatters: Sequence[Equation]) -> Program:
         for equation in scatters:
             self.divide(equation)
-        equations = [*self.behind.get(-1, ())]
+        equations = [*self.inserted_after.get(-1, ())]
         for index, equation in enumerate(self.program.equations):
             if index not in self.gone:
                 equations.append(self.instead.get(index, equation))
-            equations += self.behind.get(index, ())
+            equations += self.inserted_after.get(index, ())
         return dataclasses.replace(
             self.program,
             avals=tuple(self.avals),
             equations=tuple(equations),
             opaque=frozenset(self.opaque),
-            together=tuple(self.together),
+            in_one_barrier=tuple(self.in_one_barrier),
         )
 
     def divide(self, equation: Equation) -> None:
         source, operand = equation.inputs
         (at,) = {self.producer[value] for value in equation.outputs}
-        mask = self.mask_behind(equation)
+        mask = self.mask_after(equation)
         aval = operand.aval if isinstance(operand, Constant) else self.avals[operand]
         pool = _pool(equation)
         params = {"pool": pool, "rectified": mask is not None}
@@ -119,8 +119,8 @@ class _Rewriting:
             made = self.producer.get(operand, -1) if isinstance(operand, int) else -1
         else:
             made = pooled
-            self.together.append((which, self.program.equations[pooled].outputs[0]))
-        self.behind.setdefault(made, []).append(places)
+            self.in_one_barrier.append((which, self.program.equations[pooled].outputs[0]))
+        self.inserted_after.setdefault(made, []).append(places)
         last = at if mask is None else mask
         self.instead[last] = dataclasses.replace(
             equation,
@@ -142,7 +142,7 @@ class _Rewriting:
                 return index
         return None
 
-    def mask_behind(self, equation: Equation) -> int | None:
+    def mask_after(self, equation: Equation) -> int | None:
         """The equation that masks a gradient where the rectifier in front of the pool was not positive, and is all that
         reads it."""
         (result,), operand = equation.outputs, equation.inputs[1]

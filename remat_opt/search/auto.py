@@ -2,15 +2,16 @@
 
 1. *Structures* are schedules of little memory; they say where segments begin. They come from segments of least memory
    (with and without counting later residuals beside a segment), nested plans, and lower sets (`lower_sets.py`).
-2. *Candidate generators* (`families.py`). For a budget: segments with options, and nested plans on small steps or if no
-   segments fit. Each model orders its plans from least memory to least time; those that just fit are found by
-   simulation. On small steps the answers of the other solvers join the frontier, on larger ones those of lower sets.
-3. *Dear results* (`dear.py`). Segments that save the results of products and the like, and nothing else.
+2. *Candidate generators* (`candidate_generator.py`). For a budget: segments with options, and nested plans on small
+   steps or if no segments fit. Each model orders its plans from least memory to least time; those that just fit are
+   found by simulation. On small steps the answers of the other solvers join the frontier, on larger ones those of lower
+   sets.
+3. *Dear results* (`expensive.py`). Segments that save the results of products and the like, and nothing else.
 4. *Several peaks.* If the remaining peak lies elsewhere (a second forward and backward pass, as in a GAN step),
    segments are added there, as long as the peak falls.
-5. *Local search.* `moves.fill` drops recomputation from each structure and candidate, value by value, while the budget
-   allows it. From the structures of least memory `polish.descend` lowers one peak after another, value by value. On
-   very small steps `polish.py` looks for arbitrary schedules for each budget.
+5. *Local search.* `drop_recomputation.fill` drops recomputation from each structure and candidate, value by value,
+   while the budget allows it. From the structures of least memory `local_search.descend` lowers one peak after another,
+   value by value. On very small steps `local_search.py` looks for arbitrary schedules for each budget.
 
 One table has the costs of all pairs of cuts, so that identical blocks need no special treatment.
 
@@ -30,23 +31,23 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from remat_opt.graph.derive import Choice
 from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
-from remat_opt.search.dear import keep_dear_results
-from remat_opt.search.families import Families
-from remat_opt.search.forward import peak_in_order, turning_point
-from remat_opt.search.moves import fill
-from remat_opt.search.polish import descend, lower, shorten
+from remat_opt.search.caching import cached_method
+from remat_opt.search.candidate_generator import CandidateGenerator
+from remat_opt.search.drop_recomputation import fill
+from remat_opt.search.expensive import keep_expensive_results
+from remat_opt.search.forward import forward_backward_boundary, peak_in_order
+from remat_opt.search.local_search import descend, lower, shorten
 from remat_opt.search.problem import Problem, Solution, memory_first, pareto_front, time_first
-from remat_opt.search.remembering import remembered
-from remat_opt.search.watching import done
+from remat_opt.search.progress import report_progress
 
 LEVELS = 20
-_VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `Families.least_choice`
+_VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `CandidateGenerator.minimum_choice`
 _MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
 _SHARE_OF_STRUCTURES = 0.4  # of the time of a whole frontier, about
 _HALVINGS = 5  # of the budgets between what takes longer than one forward pass and what does not
-_VERY_FEW_OPS = 64  # up to which values are forgotten one by one
-_FEW_OPS = 400  # up to which every model is tried at every turning point, and the other solvers are asked
+_VERY_FEW_OPS = 64  # up to which values are evicted one by one
+_FEW_OPS = 400  # up to which every model is tried at every forward/backward boundary, and the other solvers are asked
 _SOME_OPS = 1200  # up to which `rotor` is asked for its least memory, and `lower_sets` for budgets
 _LOWERED = 0.9  # times the peak is asked for next where values are tried one by one
 _NEXT = 0.99  # times the peak of one schedule is that of the next, in a descent
@@ -62,12 +63,12 @@ _MOST_FILLED = 4  # schedules for one budget that are filled
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
     search = search_of(problem)
-    return search.least if budget is None else search.within(budget)
+    return search.minimum_memory if budget is None else search.within(budget)
 
 
 def search_of(problem: Problem) -> Search:
     """The problem's search, made once."""
-    return problem.kept("auto", lambda: Search(problem))
+    return problem.cached("auto", lambda: Search(problem))
 
 
 def _different(solutions: Iterable[Solution]) -> list[Solution]:
@@ -84,7 +85,7 @@ class Search:
     # Least memory
 
     @functools.cached_property
-    def least(self) -> Solution:
+    def minimum_memory(self) -> Solution:
         """The least peak with at most one extra forward pass, in time and in FLOPs."""
         return min(filter(self.is_one_pass, self.low_end), key=memory_first)
 
@@ -99,20 +100,20 @@ class Search:
         return [*self.low_levels, *(one for start in ends for one in self.descent(start, self.is_cheap_pass))]
 
     def is_near(self, solution: Solution) -> bool:
-        """Whether its peak is not far above that of `least_of_levels`."""
-        return solution.peak <= self.least_of_levels.peak * _NEAR
+        """Whether its peak is not far above that of `minimum_of_levels`."""
+        return solution.peak <= self.minimum_of_levels.peak * _NEAR
 
     @functools.cached_property
-    def least_of_levels(self) -> Solution:
-        """`least` before values are forgotten one by one: with fewer and longer runs, which a compiler may do better
-        with."""
+    def minimum_of_levels(self) -> Solution:
+        """`minimum_memory` before values are evicted one by one: with fewer and longer runs, which a compiler may do
+        better with."""
         return min(filter(self.is_one_pass, self.low_levels), key=memory_first)
 
     @functools.cached_property
     def low_levels(self) -> list[Solution]:
         """From the least peak of the structures to one with at most one extra forward pass: budgets halve what lies
         between what takes longer and what does not."""
-        found = [self.problem.plain, *self.least_filled]
+        found = [self.problem.plain, *self.filled_structures]
         below = min(found, key=memory_first)
         for _ in range(_HALVINGS):
             low, high = below.peak, min(filter(self.is_one_pass, found), key=memory_first).peak
@@ -124,9 +125,9 @@ class Search:
         return found
 
     @functools.cached_property
-    def least_at_any_cost(self) -> Solution:
+    def minimum_at_any_cost(self) -> Solution:
         """The least peak."""
-        lowest = min(self.least_filled, key=memory_first)
+        lowest = min(self.filled_structures, key=memory_first)
         return min((lowest, *self.descent(lowest, lambda _: True)), key=memory_first)
 
     def descent(self, start: Solution, is_allowed: Callable[[Solution], bool], until: int = 0) -> list[Solution]:
@@ -142,13 +143,13 @@ class Search:
 
     @functools.cached_property
     def most_barriers(self) -> Solution:
-        """The schedule of one level of segments that repeats most and needs about as much memory as `least`.
+        """The schedule of one level of segments that repeats most and needs about as much memory as `minimum_memory`.
 
         Each repeat waits at a barrier, and barriers hold the compiler to the order of the model. So repeats that do not
         help in the model may still help when the step is compiled.
         """
-        low = [one for one in self.one_level if one.peak <= self.least.peak * _ABOUT and self.is_one_pass(one)]
-        return max(low, key=lambda one: one.extra_seconds, default=self.least)
+        low = [one for one in self.one_level if one.peak <= self.minimum_memory.peak * _ABOUT and self.is_one_pass(one)]
+        return max(low, key=lambda one: one.extra_seconds, default=self.minimum_memory)
 
     def is_one_pass(self, solution: Solution) -> bool:
         """Whether all repeats take at most one forward pass, in time and in FLOPs."""
@@ -163,19 +164,20 @@ class Search:
 
     @functools.cached_property
     def one_pass(self) -> tuple[float, float]:
-        """Seconds and FLOPs of one forward pass: of all before the turning point, and of what segments repeat.
+        """Seconds and FLOPs of one forward pass: of all before the forward/backward boundary, and of what segments
+        repeat.
 
-        Before the turning point there may be backward passes, too, as of micro-batches: what segments do not repeat
-        counts up to a part of the step's FLOPs.
+        Before the forward/backward boundary there may be backward passes, too, as of micro-batches: what segments do
+        not repeat counts up to a part of the step's FLOPs.
         """
-        graph, turn = self.problem.graph, turning_point(self.problem)
+        graph, forward_end = self.problem.graph, forward_backward_boundary(self.problem)
         repeated = {*min(self.one_level, key=memory_first).schedule.recomputed}
-        ops = {*self.problem.order[:turn], *repeated}
+        ops = {*self.problem.order[:forward_end], *repeated}
         most = max(sum(graph.ops[op].flops for op in repeated), _MOST_OF_THE_STEP * graph.flops)
         return sum(graph.ops[op].seconds for op in ops), min(sum(graph.ops[op].flops for op in ops), most)
 
     @functools.cached_property
-    def least_filled(self) -> list[Solution]:
+    def filled_structures(self) -> list[Solution]:
         """Schedules of little memory, with what of their repeats their own peaks leave room to save."""
         lowest = _different(sorted(self.structures, key=memory_first))[:_MOST_FILLED]
         if self.is_tiny:
@@ -183,7 +185,7 @@ class Search:
         return [*self.one_level, *(fill(self.problem, solution, solution.peak) for solution in lowest)]
 
     def lowered(self, solution: Solution) -> Solution:
-        """Forget values as long as that lowers the peak."""
+        """Evict values as long as that lowers the peak."""
         while (found := lower(self.problem, solution, int(solution.peak * _LOWERED))) is not None:
             solution = found
         return min((solution, *self.descent(solution, lambda _: True)), key=memory_first)
@@ -192,9 +194,17 @@ class Search:
     def structures(self) -> list[Solution]:
         """Schedules of little memory: they say where segments begin, and budgets are filled from there."""
         problem = self.problem
-        found = [*self.one_level, lower_sets.solve(problem, None), *self.families(self.turns[0]).least_nested()]
+        found = [
+            *self.one_level,
+            lower_sets.solve(problem, None),
+            *self.candidates_before(self.forward_ends[0]).minimum_nested(),
+        ]
         if self.is_small:
-            found += [solution for turn in self.turns[1:] for solution in self.families(turn).least_nested()]
+            found += [
+                solution
+                for forward_end in self.forward_ends[1:]
+                for solution in self.candidates_before(forward_end).minimum_nested()
+            ]
             found += [solver.solve(problem, None) for solver in (hong, feng_huang, chen)]
         if len(problem.order) <= _SOME_OPS:
             found.append(rotor.solve(problem, None))
@@ -207,21 +217,24 @@ class Search:
         # The op at the peak counts as backward; where that is cheap, it is tried as forward too.
         variants = [(shift, *which) for shift in ((0, 1) if self.is_small else (0,)) for which in _VARIANTS]
         for number, variant in enumerate(variants):
-            done(_SHARE_OF_STRUCTURES * number / (len(variants) + 2))
+            report_progress(_SHARE_OF_STRUCTURES * number / (len(variants) + 2))
             found += self.lower_peaks(*variant)
-        if self.turns[0] != peak_in_order(self.problem.plain):
-            found += (self.problem.solution(self.families(self.turns[0]).least_choice(*which)) for which in _VARIANTS)
+        if self.forward_ends[0] != peak_in_order(self.problem.plain):
+            found += (
+                self.problem.solution(self.candidates_before(self.forward_ends[0]).minimum_choice(*which))
+                for which in _VARIANTS
+            )
         return found
 
-    def lower_peaks(self, shift: int, beside: bool, keep: bool) -> list[Solution]:
+    def lower_peaks(self, shift: int, with_later: bool, keep: bool) -> list[Solution]:
         found = [self.problem.plain]
         tried: set[int] = set()
         for _ in range(_MOST_PASSES):
-            turn = min(peak_in_order(found[-1]) + shift, len(self.problem.order))
-            if turn in tried:
+            forward_end = min(peak_in_order(found[-1]) + shift, len(self.problem.order))
+            if forward_end in tried:
                 break
-            tried.add(turn)
-            choice = _merge(found[-1].choice, self.families(turn).least_choice(beside, keep))
+            tried.add(forward_end)
+            choice = _merge(found[-1].choice, self.candidates_before(forward_end).minimum_choice(with_later, keep))
             candidate = self.problem.solution(choice)
             if candidate.peak > found[-1].peak or not candidate.schedule.recomputed:
                 break
@@ -257,7 +270,7 @@ class Search:
         front = pareto_front(solutions)
         between = [solution for pair in itertools.pairwise(front) for solution in self.between(*pair)]
         front = pareto_front([*front, *between])
-        return pareto_front([*front, *self.filled(front), *keep_dear_results(self.problem, self.one_level)])
+        return pareto_front([*front, *self.filled(front), *keep_expensive_results(self.problem, self.one_level)])
 
     def filled(self, front: Sequence[Solution]) -> Iterator[Solution]:
         """What can be saved in the gaps of a frontier, from the schedules below each gap."""
@@ -284,14 +297,14 @@ class Search:
 
     def budget_of(self, level: int) -> int:
         """Bytes: `LEVELS` even steps from the least peak to the plain one."""
-        least, plain = self.least_at_any_cost.peak, self.problem.plain.peak
+        least, plain = self.minimum_at_any_cost.peak, self.problem.plain.peak
         return least + (plain - least) * level // LEVELS
 
-    @remembered
+    @cached_method
     def at_level(self, level: int) -> Solution:
         """The best for a level's budget; it takes no longer than the level below."""
-        below = self.at_level(level - 1) if level else self.least_at_any_cost
-        done(_SHARE_OF_STRUCTURES + (1 - _SHARE_OF_STRUCTURES) * level / LEVELS)
+        below = self.at_level(level - 1) if level else self.minimum_at_any_cost
+        report_progress(_SHARE_OF_STRUCTURES + (1 - _SHARE_OF_STRUCTURES) * level / LEVELS)
         same = level and self.budget_of(level) == self.budget_of(level - 1)
         return below if same else self.at(self.budget_of(level), below)
 
@@ -300,11 +313,19 @@ class Search:
         problem = self.problem
         structures = sorted(self.structures, key=memory_first)
         starts = [below, *_different(structures)[:_MOST_FILLED]]
-        planned = [solution for turn in self.turns for solution in self.families(turn).with_options(budget)]
+        planned = [
+            solution
+            for forward_end in self.forward_ends
+            for solution in self.candidates_before(forward_end).with_options(budget)
+        ]
         if not planned:
             planned = self.several_peaks(budget)
         if self.is_small or not planned:
-            planned += [solution for turn in self.turns for solution in self.families(turn).nested(budget)]
+            planned += [
+                solution
+                for forward_end in self.forward_ends
+                for solution in self.candidates_before(forward_end).nested(budget)
+            ]
         starts += _different(sorted((s for s in planned if s.peak <= budget), key=time_first))[:_MOST_FILLED]
         if self.is_tiny:
             found = lower(problem, problem.plain, budget)
@@ -329,11 +350,11 @@ class Search:
         best = self.problem.plain
         tried: set[int] = set()
         while best.peak > limit and len(tried) < _MOST_PASSES:
-            turn = peak_in_order(best)
-            choice = None if turn in tried else self.families(turn).choice_within(limit)
+            forward_end = peak_in_order(best)
+            choice = None if forward_end in tried else self.candidates_before(forward_end).choice_within(limit)
             if choice is None:
                 break
-            tried.add(turn)
+            tried.add(forward_end)
             best = self.problem.solution(_merge(best.choice, choice))
         return best
 
@@ -350,26 +371,26 @@ class Search:
         return len(self.problem.order) <= _VERY_FEW_OPS
 
     @functools.cached_property
-    def turns(self) -> tuple[int, ...]:
+    def forward_ends(self) -> tuple[int, ...]:
         """Turning points to try, the better first: at the plain step's peak, and where most bytes lie idle."""
-        turns = dict.fromkeys((peak_in_order(self.problem.plain), turning_point(self.problem)))
+        forward_ends = dict.fromkeys((peak_in_order(self.problem.plain), forward_backward_boundary(self.problem)))
 
-        def least(turn: int) -> tuple[float, float]:
-            choices = (self.families(turn).least_choice(*which) for which in _VARIANTS)
+        def least(forward_end: int) -> tuple[float, float]:
+            choices = (self.candidates_before(forward_end).minimum_choice(*which) for which in _VARIANTS)
             return min(memory_first(self.problem.solution(choice)) for choice in choices)
 
-        turns = sorted(turns, key=least)
-        return tuple(turns if self.is_small else turns[:1])
+        forward_ends = sorted(forward_ends, key=least)
+        return tuple(forward_ends if self.is_small else forward_ends[:1])
 
-    @remembered
-    def families(self, turn: int) -> Families:
-        """The models before a turning point."""
-        return Families(self.problem, turn)
+    @cached_method
+    def candidates_before(self, forward_end: int) -> CandidateGenerator:
+        """The models before a forward/backward boundary."""
+        return CandidateGenerator(self.problem, forward_end)
 
 
 def _merge(first: Choice, second: Choice) -> Choice:
     return Choice(
         first.saved | second.saved,
-        tuple(sorted({*first.turning_points, *second.turning_points})),
+        tuple(sorted({*first.boundaries, *second.boundaries})),
         tuple(sorted({*first.cuts, *second.cuts})),
     )

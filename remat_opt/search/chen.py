@@ -98,7 +98,7 @@ def _choices(stages: Stages, budget: int | None) -> Iterator[Choice]:
         choice = choice_of(stages.costs, stages.problem.order, plan)
         yield choice
         if budget is not None:
-            yield _with_dear_results(stages, choice)
+            yield _with_expensive_results(stages, choice)
 
 
 def _checkpoint_bytes(stages: Stages, ends: Sequence[int]) -> int:
@@ -112,9 +112,9 @@ def _longer(limit: float, total: int) -> Iterator[float]:
         yield limit
 
 
-def _with_dear_results(stages: Stages, choice: Choice) -> Choice:
+def _with_expensive_results(stages: Stages, choice: Choice) -> Choice:
     graph = stages.problem.graph
-    end = max(choice.turning_points, default=0)
+    end = max(choice.boundaries, default=0)
     ops = [graph.ops[op] for op in stages.problem.order[:end]]
-    dear = frozenset(v for op in ops if op.kind in (Kind.CONTRACTION, Kind.OPAQUE) for v in op.outputs)
-    return dataclasses.replace(choice, saved=choice.saved | dear)
+    expensive = frozenset(v for op in ops if op.kind in (Kind.CONTRACTION, Kind.OPAQUE) for v in op.outputs)
+    return dataclasses.replace(choice, saved=choice.saved | expensive)

@@ -1,4 +1,4 @@
-"""Cuts of a topological order before a turning point, and what segments between them cost.
+"""Cuts of a topological order before a forward/backward boundary, and what segments between them cost.
 
 All figures come from the plain step's buffers, as the liveness model saw them.
 """
@@ -23,7 +23,7 @@ class Cuts:
     Args:
         graph: the step.
         order: every op once, in the order of first runs.
-        turn: the turning point, a position of the order.
+        forward_end: the forward/backward boundary, a position of the order.
         most: at most so many cuts besides the start.
         positions: these and no others.
     """
@@ -32,35 +32,35 @@ class Cuts:
         self,
         graph: Graph,
         order: Sequence[int],
-        turn: int,
+        forward_end: int,
         most: int = MOST_CUTS,
         positions: Sequence[int] | None = None,
     ):
         self.graph = graph
         made: dict[int, int] = {}
         last_read: dict[int, int] = {}
-        self.seconds = np.zeros(turn + 1)  # of all ops before a position
-        for position in range(turn):
+        self.seconds = np.zeros(forward_end + 1)  # of all ops before a position
+        for position in range(forward_end):
             op = graph.ops[order[position]]
             last_read.update((value, position) for value in op.inputs if value in made)
             made.update(dict.fromkeys(op.outputs, position))
             self.seconds[position + 1] = self.seconds[position] + op.seconds
-        self.turn = turn
+        self.forward_end = forward_end
         self.values = sorted(last_read, key=lambda value: (made[value], value))
         self.born = np.array([made[value] for value in self.values], dtype=np.int64)
         self.dies = np.array([last_read[value] for value in self.values], dtype=np.int64)
         self.sizes = np.array([graph.sizes[value] for value in self.values], dtype=np.int64)
         if positions is None:
-            flow = _curve(self.born + 1, self.dies, self.sizes, turn + 1)
-            positions = [0, *_low_positions(flow[1:turn], most)]
+            flow = _curve(self.born + 1, self.dies, self.sizes, forward_end + 1)
+            positions = [0, *_low_positions(flow[1:forward_end], most)]
         self.positions = list(positions)
-        self.stops = np.array([*self.positions, turn], dtype=np.int64)
+        self.stops = np.array([*self.positions, forward_end], dtype=np.int64)
 
     def __len__(self) -> int:
         return len(self.positions)
 
     def crossing(self, cut: int) -> frozenset[int]:
-        """Values made before a cut and read behind it by ops before the turning point."""
+        """Values made before a cut and read behind it by ops before the forward/backward boundary."""
         position = self.positions[cut]
         chosen = np.flatnonzero((self.born < position) & (self.dies >= position))
         return frozenset(self.values[index] for index in chosen)
@@ -68,7 +68,7 @@ class Cuts:
     @functools.cached_property
     def crossing_bytes(self) -> np.ndarray:
         """[j], bytes that cross each cut."""
-        flow = _curve(self.born + 1, self.dies, self.sizes, self.turn + 1)
+        flow = _curve(self.born + 1, self.dies, self.sizes, self.forward_end + 1)
         return flow[self.stops[:-1]]
 
 
@@ -96,28 +96,29 @@ def _low_positions(crossing_bytes: np.ndarray, most: int) -> list[int]:
 class SegmentCosts:
     """What the segment from cut i to cut j costs when it is recomputed, and when it is kept.
 
-    A *residual* is a buffer of the plain step that is made before the turning point and read behind it. All tables are
-    indexed [i, j] with i < j, in bytes; the last column is the segment from cut i to the turning point.
+    A *residual* is a buffer of the plain step that is made before the forward/backward boundary and read behind it. All
+    tables are indexed [i, j] with i < j, in bytes; the last column is the segment from cut i to the forward/backward
+    boundary.
 
     Args:
         cuts: where segments may begin.
         live: the plain step's liveness in the cuts' order.
-        beside: whether later segments' residuals count while a segment runs backward, as far as they are live then in
-            the plain step. Exact where that is so in the schedule, too (a chain); where backward ops of several
+        with_later: whether later segments' residuals count while a segment runs backward, as far as they are live then
+            in the plain step. Exact where that is so in the schedule, too (a chain); where backward ops of several
             segments mix it may be too much.
     """
 
     RELEVANT = 256  # buffers smaller than the largest near by more than this factor do not date a segment
 
-    def __init__(self, cuts: Cuts, live: Liveness, *, beside: bool = False):
+    def __init__(self, cuts: Cuts, live: Liveness, *, with_later: bool = False):
         self.cuts = cuts
-        self.beside = beside
-        lives, turn = live.lives, cuts.turn
+        self.with_later = with_later
+        lives, forward_end = live.lives, cuts.forward_end
         self.length = len(live.live) + 1
-        held = np.flatnonzero((lives.size > 0) & (lives.birth < turn) & (lives.death >= turn))
+        held = np.flatnonzero((lives.size > 0) & (lives.birth < forward_end) & (lives.death >= forward_end))
         self.born, self.death, self.size = lives.birth[held], lives.death[held], lives.size[held]
         self.values = lives.value[held]
-        self.first = _first_reads(lives, turn)[held]
+        self.first = _first_reads(lives, forward_end)[held]
         reads = np.full(len(cuts.graph.sizes), -1, dtype=np.int64)
         reads[cuts.values] = cuts.dies
         self.last_forward = reads[self.values]
@@ -127,9 +128,9 @@ class SegmentCosts:
         self.not_residual = ~stored[np.array(cuts.values, dtype=np.int64)]
         self.needed = np.zeros(len(cuts.graph.sizes), dtype=bool)  # to make the residuals again
         self.needed[list(_needed_to_make(cuts.graph, set(self.values.tolist())))] = True
-        forward = np.flatnonzero((lives.size > 0) & (lives.birth < turn) & self.needed[lives.value])
-        self._forward = lives.birth[forward], np.minimum(lives.death[forward], turn - 1), lives.size[forward]
-        behind = np.flatnonzero(lives.birth >= turn)
+        forward = np.flatnonzero((lives.size > 0) & (lives.birth < forward_end) & self.needed[lives.value])
+        self._forward = lives.birth[forward], np.minimum(lives.death[forward], forward_end - 1), lives.size[forward]
+        behind = np.flatnonzero(lives.birth >= forward_end)
         self.cotangents = _curve(lives.birth[behind], lives.death[behind], lives.size[behind], self.length)
 
     @functools.cached_property
@@ -148,19 +149,19 @@ class SegmentCosts:
         """Bytes that stay when the segment is kept: its residuals, and what crosses j."""
         return self.residual + self._crossing(self.not_residual)
 
-    def dear(self, order: Sequence[int]) -> np.ndarray:
-        """Bytes that stay when a segment's elementwise work is made again, and nothing else.
+    def expensive(self, order: Sequence[int]) -> np.ndarray:
+        """Bytes that stay when a segment's elementwise work is recomputed, and nothing else.
 
         That is what the rest makes and the backward or the elementwise work reads, and what crosses j.
         """
         cuts, graph = self.cuts, self.cuts.graph
         read = set(self.values.tolist())
-        for op in order[: cuts.turn]:
+        for op in order[: cuts.forward_end]:
             if graph.ops[op].kind is Kind.ELEMENTWISE and any(self.needed[v] for v in graph.ops[op].outputs):
                 read.update(graph.ops[op].inputs)
-        before = np.zeros(cuts.turn + 1, dtype=np.int64)
+        before = np.zeros(cuts.forward_end + 1, dtype=np.int64)
         among = np.zeros(len(graph.sizes), dtype=bool)
-        for position, op in enumerate(order[: cuts.turn]):
+        for position, op in enumerate(order[: cuts.forward_end]):
             if graph.ops[op].kind is not Kind.ELEMENTWISE:
                 made = [v for v in graph.ops[op].outputs if v in read and self.needed[v]]
                 among[made] = True
@@ -186,15 +187,15 @@ class SegmentCosts:
 
     def peaks_of(self, birth: np.ndarray, death: np.ndarray, size: np.ndarray) -> np.ndarray:
         """[i, j], the most bytes live at once before j, of buffers that are born behind i."""
-        count, turn, stops = len(self.cuts), self.cuts.turn, self.cuts.stops
+        count, forward_end, stops = len(self.cuts), self.cuts.forward_end, self.cuts.stops
         stage = np.searchsorted(stops, birth, side="right") - 1
         by_stage = np.argsort(stage, kind="stable")
         bounds = np.searchsorted(stage[by_stage], np.arange(count + 1))
-        curve = np.zeros(turn + 1, dtype=np.int64)
+        curve = np.zeros(forward_end + 1, dtype=np.int64)
         table = np.zeros((count, count + 1), dtype=np.int64)
         for i in range(count - 1, -1, -1):
             own = by_stage[bounds[i] : bounds[i + 1]]
-            curve += _curve(birth[own], death[own], size[own], turn + 1)
+            curve += _curve(birth[own], death[own], size[own], forward_end + 1)
             most = np.maximum.accumulate(curve[stops[i] :])
             table[i, i + 1 :] = most[stops[i + 1 :] - 1 - stops[i]]
         return table
@@ -232,7 +233,7 @@ class SegmentCosts:
         left, cotangents, moment = self._left()
         for i in range(count):
             begin, end = moment[first[i, i + 1 :]], moment[last[i, i + 1 :].clip(0)]
-            own = left[i][None, :] - (0 if self.beside else left[i + 1 :]) + cotangents[None, :]
+            own = left[i][None, :] - (0 if self.with_later else left[i + 1 :]) + cotangents[None, :]
             at = np.arange(len(cotangents))[None, :]
             outside = (at < begin[:, None]) | (at > end[:, None])
             table[i, i + 1 :] = np.where(outside, 0, own).max(axis=1)
@@ -254,8 +255,8 @@ class SegmentCosts:
         change = np.zeros((count + 1, len(starts) + 1), dtype=np.int64)
         np.add.at(change, (self.stage, np.zeros_like(self.stage)), self.size)
         np.add.at(change, (self.stage, moment[self.death] + 1), -self.size)
-        made_behind = np.cumsum(change[::-1], axis=0)[::-1]
-        return np.cumsum(made_behind, axis=1)[:, :-1], cotangents, moment
+        made_after = np.cumsum(change[::-1], axis=0)[::-1]
+        return np.cumsum(made_after, axis=1)[:, :-1], cotangents, moment
 
     @functools.cached_property
     def seconds(self) -> np.ndarray:
@@ -264,10 +265,10 @@ class SegmentCosts:
         return before[None, :] - before[:-1, None]
 
 
-def _first_reads(lives, turn: int) -> np.ndarray:
+def _first_reads(lives, forward_end: int) -> np.ndarray:
     """For each buffer its first read at or after a position; its death where there is none."""
     owner = np.repeat(np.arange(len(lives)), lives.read_counts)
-    late = np.flatnonzero(lives.reads >= turn)
+    late = np.flatnonzero(lives.reads >= forward_end)
     first = lives.death.copy()
     owners, index = np.unique(owner[late], return_index=True)
     first[owners] = np.minimum(first[owners], lives.reads[late[index]])
@@ -275,7 +276,7 @@ def _first_reads(lives, turn: int) -> np.ndarray:
 
 
 def _needed_to_make(graph: Graph, values: set[int]) -> set[int]:
-    """All values that have to be made again when these are; what the step returns is there anyway."""
+    """All values that have to be recomputed when these are; what the step returns is there anyway."""
     there = {*graph.inputs, *graph.outputs}
     needed: set[int] = set()
     stack = list(values - there)

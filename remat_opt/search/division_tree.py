@@ -2,7 +2,7 @@
 Arbitrary Computation Graphs", section 4), in bytes and without chance.
 
 An *independent segment* [a, b] holds a, b and vertices on paths between them of which none has a neighbour outside: it
-can be made again from a alone. The tree divides a graph with one source and one target into such segments:
+can be recomputed from a alone. The tree divides a graph with one source and one target into such segments:
 
 1. *linear*: a vertex splits the graph when every edge lies before it or behind it. The graph is cut at all of them.
 2. *branches*: an edge from source to target, and each connected part of what lies between them, is a segment.
@@ -39,7 +39,7 @@ class Node:
     """A segment from `source` to `target` and what it was divided into.
 
     Attributes:
-        source: the vertex that the segment is made again from.
+        source: the vertex that the segment is recomputed from.
         target: the vertex at its end.
         interior: the vertices strictly between.
         edges: all edges of the segment, sorted.

@@ -1,6 +1,6 @@
 """Optimal checkpoints of linear and of arbitrary graphs: Feng & Huang 2018-2021 (arXiv:1808.00079, algorithms 1 to 5).
 
-Objective: bytes of the checkpoints + the most bytes made again between them, over the segments that they divide the
+Objective: bytes of the checkpoints + the most bytes recomputed between them, over the segments that they divide the
 graph into. For each possible second term C (a *max term*) the first is made least:
 
 - a linear graph: the shortest path from source to target over the steps j → k with at most C bytes strictly between,
@@ -19,8 +19,8 @@ Segments begin behind the checkpoints, or are the connected parts that the check
 
 Gaps: the objective knows no cotangents, and no time; one level of recomputation; general nodes save all their joints,
 which is far from the optimum where many vertices are read from everywhere (dense blocks whose concatenations are fused
-away); linear nodes with more than `MOST_PAIRS` pairs try evenly spaced max terms; what is made before the turning point
-of `forward.py` only.
+away); linear nodes with more than `MOST_PAIRS` pairs try evenly spaced max terms; what is made before the
+forward/backward boundary of `forward.py` only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Checkpoints:
 
     @property
     def objective(self) -> int:
-        """Bytes of the checkpoints, and the bound of what is made again."""
+        """Bytes of the checkpoints, and the bound of what is recomputed."""
         return self.bytes + self.max_term
 
 
@@ -65,7 +65,7 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     forward = forward_part(problem)
     if not len(forward):
         return plain
-    schedules: _Schedules = problem.kept("feng_huang", lambda: _Schedules(forward))
+    schedules: _Schedules = problem.cached("feng_huang", lambda: _Schedules(forward))
     tried = (*schedules.search.best(_SIMULATED), *schedules.search.saving_more(_SIMULATED))
     return best_of(problem, map(schedules.of, tried), budget)
 
@@ -154,7 +154,7 @@ class _Search:
         self.known: dict[int, Checkpoints] = {}
 
     def least(self, max_term: int) -> Checkpoints:
-        """The checkpoints of the tree where at most `max_term` bytes may be made again at once."""
+        """The checkpoints of the tree where at most `max_term` bytes may be recomputed at once."""
         if max_term not in self.known:
             chosen: list[int] = []
             stack = [self.tree] if self.tree.cost > max_term else []
@@ -168,7 +168,7 @@ class _Search:
         return self.known[max_term]
 
     def _linear(self, node: Node, max_term: int) -> list[int]:
-        """Checkpoints of a linear node: the ends of its dear children, and shortest paths between those."""
+        """Checkpoints of a linear node: the ends of its expensive children, and shortest paths between those."""
         chosen: list[int] = []
         run: list[Node] = []
         for child in node.children:
@@ -230,14 +230,14 @@ class _Search:
         return sorted(self.promising, key=lambda found: (found.objective, found.max_term))[:most]
 
     def saving_more(self, most: int) -> list[Checkpoints]:
-        """Different checkpoints for some of the max terms below the best: more is saved, and less is made again."""
+        """Different checkpoints for some of the max terms below the best: more is saved, and less is recomputed."""
         below = _spread(self.terms[: self.terms.index(self.best(1)[0].max_term)], _CONSIDERED)
         different = {found.vertices: found for found in map(self.least, below)}
         return _spread(list(different.values()), most)
 
 
 def max_terms(tree: Node, sizes: Sequence[int]) -> list[int]:
-    """All sums of bytes that may have to be made again between two neighbouring checkpoints, sorted, each once."""
+    """All sums of bytes that may have to be recomputed between two neighbouring checkpoints, sorted, each once."""
     terms = {0, tree.cost}
     for node in tree.walk():
         if node.division is Division.LINEAR:
@@ -260,10 +260,10 @@ def _linear_terms(node: Node, sizes: Sequence[int]) -> list[int]:
 
 def _schedules(forward: Forward, checkpoints: Sequence[int]) -> tuple[Solution, Solution]:
     """Schedules with cuts behind the checkpoints, and with the connected parts between them as blocks."""
-    place = {op: position for position, op in enumerate(forward.problem.order[: forward.turn])}
+    place = {op: position for position, op in enumerate(forward.problem.order[: forward.forward_end])}
     cuts = [place[forward.ops[vertex]] + 1 for vertex in checkpoints]
     block = _connected_parts(forward, checkpoints)
-    last = {block[vertex] for vertex in range(checkpoints[-1] + 1, len(forward))}  # not forgotten
+    last = {block[vertex] for vertex in range(checkpoints[-1] + 1, len(forward))}  # not evicted
     kept = {vertex for vertex in range(len(forward)) if block[vertex] in last}
     return forward.solution_of_cuts(checkpoints, cuts), forward.solution({*checkpoints, *kept}, block)
 

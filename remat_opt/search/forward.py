@@ -1,15 +1,16 @@
 """The forward part of a step as a small graph of buffers, for searches that know forward graphs only.
 
-The *turning point* is found by *gaps*: a buffer's gap is its longest idle time between two of its events (its birth and
-its reads). A residual, which the forward pass makes and the backward pass reads, is idle across the turning point, and
-the gaps of residuals are nested. The plain step's peak is a worse guide: in a VGG it comes well after the turning
-point, when few bytes of residuals have been freed and the cotangents have grown.
+The *forward/backward boundary* is found by *gaps*: a buffer's gap is its longest idle time between two of its events
+(its birth and its reads). A residual, which the forward pass makes and the backward pass reads, is idle across the
+forward/backward boundary, and the gaps of residuals are nested. The plain step's peak is a worse guide: in a VGG it
+comes well after the forward/backward boundary, when few bytes of residuals have been freed and the cotangents have
+grown.
 
 Vertices are the ops before it that a recomputation could need. These are none:
 - results of the step and of ops that may not run twice: they are there in any case;
 - the smallest values, together at most 1/512 of the bytes (statistics, scalars): they are always saved;
 - *twigs*, elementwise work on arguments alone that joins the graph at one op, as a weight's copy in another dtype: they
-  are made again with that op.
+  are recomputed with that op.
 """
 
 from __future__ import annotations
@@ -29,13 +30,14 @@ SMALL_SHARE = 1 / 512
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Forward:
-    """The ops before the turning point that may run again; vertex i is op `ops[i]`, in the order of first runs.
+    """The ops before the forward/backward boundary that may run again; vertex i is op `ops[i]`, in the order of first
+    runs.
 
     Attributes:
         problem: the step.
-        turn: the turning point, a position in the order of first runs.
+        forward_end: the forward/backward boundary, a position in the order of first runs.
         ops: for each vertex its op.
-        values: for each vertex the results that are saved or forgotten with it.
+        values: for each vertex the results that are saved or evicted with it.
         predecessors: for each vertex the vertices whose values it reads.
         nearest: for each vertex the last vertex that it depends on, also through values that are saved in any case; −1
             where there is none.
@@ -43,7 +45,7 @@ class Forward:
     """
 
     problem: Problem
-    turn: int
+    forward_end: int
     ops: tuple[int, ...]
     values: tuple[tuple[int, ...], ...]
     predecessors: tuple[tuple[int, ...], ...]
@@ -69,7 +71,7 @@ class Forward:
         return self.always.union(*(self.values[vertex] for vertex in vertices))
 
     def solution(self, saved: Collection[int], block: Sequence[int]) -> Solution:
-        """Forget at the turning point what is not saved; the vertices of a block are made again together.
+        """Evict at the forward/backward boundary what is not saved; the vertices of a block are recomputed together.
 
         Args:
             saved: vertices that are kept.
@@ -77,17 +79,17 @@ class Forward:
                 the schedule derived from the solution's choice is another one.
         """
         graph, order = self.problem.graph, self.problem.order
-        choice = Choice(self.saved(saved), (self.turn,))
+        choice = Choice(self.saved(saved), (self.forward_end,))
         blocks = dict(zip(self.ops, block, strict=True))
         following = max(block, default=0)
         segment = [following + 1] * len(graph.ops)
-        for op in reversed(order[: self.turn]):  # what is no vertex goes with the vertex behind it
+        for op in reversed(order[: self.forward_end]):  # what is no vertex goes with the vertex behind it
             following = blocks.get(op, following)
             segment[op] = following
         return self.problem.scheduled(derive(graph, choice, order, segment), choice)
 
     def solution_of_cuts(self, saved: Collection[int], positions: Collection[int]) -> Solution:
-        """Cut the order of first runs at positions; what was made before the last and is not saved is forgotten there.
+        """Cut the order of first runs at positions; what was made before the last and is not saved is evicted there.
 
         The last stretch is kept, since its backward follows at once.
         """
@@ -95,7 +97,7 @@ class Forward:
         return self.problem.solution(Choice(self.saved(saved), cuts[-1:], cuts))
 
 
-def turning_point(problem: Problem) -> int:
+def forward_backward_boundary(problem: Problem) -> int:
     """The position in the order of first runs at which the program stops going forward.
 
     Gaps are taken from the longest to the shortest, each that lies within the one before; the first has to be where the
@@ -121,45 +123,45 @@ def turning_point(problem: Problem) -> int:
 
 
 def forward_part(problem: Problem) -> Forward:
-    """The forward graph of a step; without vertices where nothing can be made again."""
-    return problem.kept("forward", lambda: _forward_part(problem))
+    """The forward graph of a step; without vertices where nothing can be recomputed."""
+    return problem.cached("forward", lambda: _forward_part(problem))
 
 
 def _forward_part(problem: Problem) -> Forward:
     graph, order = problem.graph, problem.order
-    turn = turning_point(problem)
+    forward_end = forward_backward_boundary(problem)
     there = {*graph.inputs, *graph.outputs, *graph.constants}
     there.update(value for op in graph.ops if not op.repeatable for value in op.outputs)
-    made = [v for op in order[:turn] for v in graph.ops[op].outputs if v not in there]
+    made = [v for op in order[:forward_end] for v in graph.ops[op].outputs if v not in there]
     always = _smallest(made, graph.sizes)
     there |= always
-    needed = {v for op in order[turn:] for v in graph.ops[op].inputs}.intersection(made) - always
+    needed = {v for op in order[forward_end:] for v in graph.ops[op].inputs}.intersection(made) - always
     stack = list(needed)
     while stack:
         for value in graph.ops[graph.producer[stack.pop()]].inputs:
             if value not in there and value not in needed:
                 needed.add(value)
                 stack.append(value)
-    ops = [op for op in order[:turn] if not needed.isdisjoint(graph.ops[op].outputs)]
+    ops = [op for op in order[:forward_end] if not needed.isdisjoint(graph.ops[op].outputs)]
     reads = {op: sorted({graph.producer[v] for v in graph.ops[op].inputs if v in needed}) for op in ops}
     twigs = _twigs([op for op in ops if graph.ops[op].kind is Kind.ELEMENTWISE], ops, reads)
     ops = [op for op in ops if op not in twigs]
     vertex = {op: index for index, op in enumerate(ops)}
     return Forward(
         problem,
-        turn,
+        forward_end,
         tuple(ops),
         tuple(tuple(v for v in graph.ops[op].outputs if v in needed) for op in ops),
         tuple(tuple(sorted(vertex[read] for read in reads[op] if read not in twigs)) for op in ops),
-        _nearest(problem, turn, vertex),
+        _nearest(problem, forward_end, vertex),
         frozenset(always),
     )
 
 
-def _nearest(problem: Problem, turn: int, vertex: dict[int, int]) -> tuple[int, ...]:
+def _nearest(problem: Problem, forward_end: int, vertex: dict[int, int]) -> tuple[int, ...]:
     last = dict.fromkeys(problem.graph.inputs, -1)  # for each value its vertex, or the last one that it depends on
     nearest: list[int] = []
-    for index in problem.order[:turn]:
+    for index in problem.order[:forward_end]:
         op = problem.graph.ops[index]
         before = max((last[value] for value in op.inputs), default=-1)
         if index in vertex:

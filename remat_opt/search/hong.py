@@ -1,7 +1,7 @@
 """Optimal checkpoints of a chain: Hong, Tsai, Wang, Liu, Wu 2025, "GPU memory usage optimization for backward
 propagation in deep network training" (arXiv:2502.12499, JPDC).
 
-A chain of n values of d_k bytes; the checkpoints stay, and the values between two of them are made again when their
+A chain of n values of d_k bytes; the checkpoints stay, and the values between two of them are recomputed when their
 segment runs backward. The first and the last value are always checkpoints. When a segment runs backward, the
 checkpoints behind it are free already. So the peak is a maximum over prefixes,
 
@@ -18,7 +18,8 @@ step's live sets. What is new at a cut depends on the cut before, and the recurr
 where a kept segment is one whose every value is a checkpoint. For a budget the same recurrence gives the least seconds
 of recomputation for every size of memory, in slots; the answers are simulated.
 
-Gaps: one level of recomputation, one turning point; at most `MOST_STAGES` cuts; the paper's O(n) version with a deque
+Gaps: one level of recomputation, one forward/backward boundary; at most `MOST_STAGES` cuts; the paper's O(n) version
+    with a deque
 is not used, since crossing(i, j) depends on i.
 """
 
@@ -29,9 +30,9 @@ import functools
 
 import numpy as np
 
+from remat_opt.search.caching import cached_method
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.remembering import remembered
-from remat_opt.search.segments import Option, Plan, Table, choice_of, least_peak, least_seconds, table_of
+from remat_opt.search.segments import Option, Plan, Table, choice_of, minimum_peak, minimum_seconds, table_of
 from remat_opt.search.stages import Stages, solve_by_models, sweep
 
 MOST_STAGES = 120
@@ -47,20 +48,20 @@ class _Plans:
 
     def __init__(self, stages: Stages, table: Table, capacity: int):
         self._stages, self._table = stages, table
-        self._plans = least_seconds(table, capacity)
+        self._plans = minimum_seconds(table, capacity)
 
     def near(self, budget: int | None) -> list[Solution]:
         """See `Plans`."""
-        return [*self.of_least_peak, *sweep(self.solution, len(self._plans), budget)]
+        return [*self.of_minimum_peak, *sweep(self.solution, len(self._plans), budget)]
 
-    @remembered
+    @cached_method
     def solution(self, index: int) -> Solution:
         return _solution(self._stages, self._plans[index])
 
     @functools.cached_property
-    def of_least_peak(self) -> list[Solution]:
+    def of_minimum_peak(self) -> list[Solution]:
         """A plan that keeps nothing may do better where the plain step's live sets mislead."""
-        return [_solution(self._stages, least_peak(one)) for one in (_without_keeping(self._table), self._table)]
+        return [_solution(self._stages, minimum_peak(one)) for one in (_without_keeping(self._table), self._table)]
 
 
 def _solution(stages: Stages, plan: Plan) -> Solution:
@@ -74,12 +75,12 @@ def _tables(stages: Stages) -> tuple[Table, Table, Table]:
     is kept, because its most may come together with less of the rest than the plain step's order says.
     """
     options = (Option.KEEP, Option.RECOMPUTE)
-    alone, beside = (table_of(costs, stages.problem.order, options) for costs in (stages.costs, stages.beside))
+    alone, with_later = (table_of(costs, stages.problem.order, options) for costs in (stages.costs, stages.with_later))
     count = len(stages)
     backward, kept = stages.costs.backward[:, :count], stages.costs.kept[:, :count]
     halved = (np.minimum(backward, kept) + backward) // 2
     needs = np.stack([halved, np.maximum(halved, stages.costs.forward[:, :count])])
-    return alone, beside, dataclasses.replace(alone, needs=needs)
+    return alone, with_later, dataclasses.replace(alone, needs=needs)
 
 
 def _without_keeping(table: Table) -> Table:

@@ -1,9 +1,9 @@
 """Strategies of lower sets: Kusumoto, Inoue, Watanabe, Akiba, Koyama 2019 (arXiv:1905.11722, sections 3 and 4).
 
 A lower set of the forward graph holds with a vertex all that it is made from. A strategy is a chain of lower sets from
-the empty one to the whole graph. The *block* between two neighbours is forgotten but for its *boundary* (what is read
-outside the larger set), and made again, once, when its backward comes, the last block first. The last block's backward
-follows at once, so that it is not forgotten (the paper makes it again, too).
+the empty one to the whole graph. The *block* between two neighbours is evicted but for its *boundary* (what is read
+outside the larger set), and recomputed, once, when its backward comes, the last block first. The last block's backward
+follows at once, so that it is not evicted (the paper makes it again, too).
 
     peak(strategy) = max over blocks of  kept before the block + backward(block)
     extra time     = sum over blocks but the last of the seconds of what is no boundary
@@ -20,8 +20,8 @@ The family is every lower set while there are at most `MOST_SETS` (exact), else 
 the cuts of the order of first runs, of which those with small boundaries are taken, spread over the bytes. The formula
 only guides: of the strategies for several limits the one with the best simulated schedule is returned.
 
-Gaps: a block is made again as a whole and once; the family for large graphs has no proof; what is made before the
-turning point of `forward.py` only; with a second forward and backward pass (GANs) only the larger one.
+Gaps: a block is recomputed as a whole and once; the family for large graphs has no proof; what is made before the
+forward/backward boundary of `forward.py` only; with a second forward and backward pass (GANs) only the larger one.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ LEVELS = 160
 _SETS_OF_LARGE_GRAPHS = 360
 _MOST_BITS = 16_000_000  # of all candidate sets together
 _PROBES = 10
-_NEAR_LEAST = (1.0, 1.015, 1.03, 1.06, 1.1)
+_NEAR_MINIMUM = (1.0, 1.015, 1.03, 1.06, 1.1)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,8 +81,8 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     forward = forward_part(problem)
     if not len(forward):
         return plain
-    search: _Search = problem.kept("lower_sets", lambda: _Search(forward))
-    found = search.near_least_peak()
+    search: _Search = problem.cached("lower_sets", lambda: _Search(forward))
+    found = search.near_minimum_peak()
     if budget is not None and any(solution.peak <= budget for solution in found):
         found += search.near_budget(budget)
     return best_of(problem, found, budget)
@@ -94,27 +94,27 @@ class _Search:
     def __init__(self, forward: Forward):
         self.forward = forward
         self.blocks = Blocks(task_of(forward), lower_sets_of(forward))
-        self.least_peak = self.blocks.least_peak()
+        self.minimum_peak = self.blocks.minimum_peak()
         self.strategies: dict[float, tuple[int, ...]] = {}
         self.solutions: dict[tuple[int, ...], Solution] = {(): forward.problem.plain}
 
     def simulated(self, limit: float) -> Solution:
         """The strategy for a limit, in bytes; the plain step where there is none."""
         if limit not in self.strategies:
-            self.strategies[limit] = self.blocks.least_seconds(limit) or ()
+            self.strategies[limit] = self.blocks.minimum_seconds(limit) or ()
         strategy = self.strategies[limit]
         if strategy not in self.solutions:
             self.solutions[strategy] = solution_of(self.forward, [self.blocks.sets[index] for index in strategy])
         return self.solutions[strategy]
 
-    def near_least_peak(self) -> list[Solution]:
+    def near_minimum_peak(self) -> list[Solution]:
         """The formula says a little less than the liveness model, so that other limits may be better."""
-        return [self.simulated(self.least_peak * factor) for factor in _NEAR_LEAST]
+        return [self.simulated(self.minimum_peak * factor) for factor in _NEAR_MINIMUM]
 
     def near_budget(self, budget: int) -> list[Solution]:
         """Strategies for the limits of a bisection, the last ones with a simulated peak of just below `budget`."""
         found: list[Solution] = []
-        low, high = self.least_peak, self.blocks.peak_of_saving_all()
+        low, high = self.minimum_peak, self.blocks.peak_of_saving_all()
         for _ in range(_PROBES):
             middle = (low + high) / 2
             found.append(self.simulated(middle))
@@ -124,19 +124,19 @@ class _Search:
 
 def task_of(forward: Forward) -> Task:
     """The figures of a step, from the plain step's buffers."""
-    problem, turn = forward.problem, forward.turn
+    problem, forward_end = forward.problem, forward.forward_end
     buffers = {buffer.value: buffer for buffer in problem.plain.liveness.buffers}
     cotangents = np.zeros(len(problem.order) + 3, dtype=np.int64)
     for buffer in buffers.values():
-        if buffer.birth >= turn:
+        if buffer.birth >= forward_end:
             cotangents[buffer.birth] += buffer.size
             cotangents[buffer.death + 1] -= buffer.size
     cotangents = np.cumsum(cotangents)
     stored = [[buffers[value] for value in values if value in buffers] for values in forward.values]
-    read = [[buffer for buffer in held if buffer.death >= turn] for held in stored]
-    last_read = [max((buffer.death for buffer in held), default=turn) for held in read]
+    read = [[buffer for buffer in held if buffer.death >= forward_end] for held in stored]
+    last_read = [max((buffer.death for buffer in held), default=forward_end) for held in read]
     ends = sorted(set(last_read))
-    before = dict(zip(ends, [turn, *ends[:-1]], strict=True))
+    before = dict(zip(ends, [forward_end, *ends[:-1]], strict=True))
     return Task(
         forward.predecessors,
         forward.sizes,
@@ -219,7 +219,7 @@ class Blocks:
         self.unit, self.levels = _time_unit(task.seconds, min(MOST_LEVELS, MOST_STEPS // len(sets) ** 2))
         again = (members @ seconds)[None, :] - (members @ seconds)[:, None] - outside @ (boundary * seconds).T
         self.steps = np.rint(np.where(self.nested, again, 0) / self.unit).astype(np.int64)
-        self.steps[:, -1] = 0  # the last block is not made again
+        self.steps[:, -1] = 0  # the last block is not recomputed
         self.backward = self._backward(members, outside)
 
     def _backward(self, members: np.ndarray, outside: np.ndarray) -> np.ndarray:
@@ -238,7 +238,7 @@ class Blocks:
             remaining[block] += grown[-1]
         return np.where(self.nested, peak, np.inf)
 
-    def least_peak(self) -> float:
+    def minimum_peak(self) -> float:
         """The least peak of a strategy, in bytes."""
         best = np.full(len(self.sets), np.inf)
         best[-1] = 0
@@ -250,7 +250,7 @@ class Blocks:
         """The peak of the strategy of one block."""
         return float(self.backward[0, -1])
 
-    def least_seconds(self, limit: float) -> tuple[int, ...] | None:
+    def minimum_seconds(self, limit: float) -> tuple[int, ...] | None:
         """The strategy with the least extra time and a peak of at most `limit` bytes, the least kept bytes among
         equals; indices of its sets without the empty one. None where there is none."""
         table = _KeptBytes(self, limit)

@@ -65,13 +65,13 @@ def solve(problem: Problem, budget: int | None, *, time_limit: float = TIME_LIMI
             f"expected at most {MOST_OPS} ops for the exact search, this step has {len(problem.order)}: "
             "take another solver"
         )
-    search: _Search = problem.kept("milp", lambda: _Search(problem))
+    search: _Search = problem.cached("milp", lambda: _Search(problem))
     search.start(time_limit)
-    found = None if budget is None else search.least_time(budget)
+    found = None if budget is None else search.minimum_time(budget)
     if found is None:
-        least = search.least_peak()
+        least = search.minimum_peak()
         best = min((least, plain), key=memory_first)
-        found = search.least_time(best.peak) or best
+        found = search.minimum_time(best.peak) or best
         found = min((found, best), key=memory_first)
     if search.out_of_time:
         warnings.warn(
@@ -96,12 +96,12 @@ class _Search:
         self.deadline = time.monotonic() + time_limit
         self.out_of_time = False
 
-    def least_peak(self) -> Solution:
+    def minimum_peak(self) -> Solution:
         """Minimise the peak; the plain step if the solver finds nothing in time."""
         found = self._solve(None)
         return self.problem.plain if found is None else found
 
-    def least_time(self, budget: int) -> Solution | None:
+    def minimum_time(self, budget: int) -> Solution | None:
         """Minimise the extra time; None if nothing fits, or nothing was found in time."""
         bytes_allowed = budget
         for _ in range(_MOST_TIGHTENINGS):
@@ -167,7 +167,7 @@ def solution_of_stages(problem: Problem, again: list[tuple[int, ...]]) -> Soluti
     op t; repeats that nobody reads are left out."""
     graph, order = problem.graph, problem.order
     runs: list[Run] = []
-    read = set(graph.outputs)  # read behind this point before they are made again
+    read = set(graph.outputs)  # read behind this point before they are recomputed
     for stage in range(len(order) - 1, -1, -1):
         repeats: list[int] = []
         for place in (stage, *reversed(again[stage])):

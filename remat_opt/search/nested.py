@@ -54,7 +54,7 @@ class _Nesting:
         self.stages, self.plan = stages, plan
         self.graph, self.order = stages.problem.graph, stages.problem.order
         self.starts = stages.cuts.positions
-        self.end = self.starts[-1]  # of all that may be forgotten
+        self.end = self.starts[-1]  # of all that may be evicted
         self.made_at, self.last_read = stages.made_at, stages.last_read
         last = len(stages) - 1
         first = Held((*plan.first.inputs, last), plan.first.stages)

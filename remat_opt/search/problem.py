@@ -43,7 +43,7 @@ class Problem:
         schedule = Schedule((Run(self.order),)) if self.order else Schedule(())
         return Solution(self.graph, Choice(), schedule, simulate(self.graph, schedule), 0.0)
 
-    def kept(self, name: str, make: Callable[[], Any]) -> Any:
+    def cached(self, name: str, make: Callable[[], Any]) -> Any:
         """What `memo` has by a name, made when it is first asked for."""
         if name not in self.memo:
             self.memo[name] = make()
@@ -75,13 +75,14 @@ def _first_repeat(schedule: Schedule) -> tuple[int, ...]:
     return ()
 
 
-def _held_over(graph: Graph, schedule: Schedule, liveness: Liveness, turns: Sequence[int]) -> frozenset[int]:
-    """Values that are held from where they are first made over a turning point; arguments and results are not named."""
+def _held_over(graph: Graph, schedule: Schedule, liveness: Liveness, forward_ends: Sequence[int]) -> frozenset[int]:
+    """Values that are held from where they are first made over a forward/backward boundary; arguments and results are
+    not named."""
     lives = liveness.lives
     first = np.full(len(graph.sizes), -1, dtype=np.int64)
     first[lives.value[::-1]] = np.arange(len(lives) - 1, -1, -1)  # the first buffer of each value
     first = first[first >= len(graph.inputs)]
-    positions = sorted(_position(schedule, turn - 1) + 1 if turn else 0 for turn in turns)
+    positions = sorted(_position(schedule, forward_end - 1) + 1 if forward_end else 0 for forward_end in forward_ends)
     following = np.array([*positions, np.iinfo(np.int64).max])  # behind the last there is none
     held = following[np.searchsorted(positions, lives.birth[first], side="right")] <= lives.death[first]
     return frozenset(lives.value[first[held]].tolist()) - set(graph.outputs)
@@ -168,10 +169,12 @@ class Solution:
 
     @functools.cached_property
     def choice(self) -> Choice:
-        """That of `origin` with its turning points (without any: where the first repeat stands) and cuts, and as saved
-        what the schedule really holds over a turning point."""
-        turns = self.origin.turning_points or _first_repeat(self.schedule)
-        return Choice(_held_over(self.graph, self.schedule, self.liveness, turns), turns, self.origin.cuts)
+        """That of `origin` with its forward/backward boundaries (without any: where the first repeat stands) and cuts,
+        and as saved what the schedule really holds over a forward/backward boundary."""
+        forward_ends = self.origin.boundaries or _first_repeat(self.schedule)
+        return Choice(
+            _held_over(self.graph, self.schedule, self.liveness, forward_ends), forward_ends, self.origin.cuts
+        )
 
     @functools.cached_property
     def occurrences(self) -> Occurrences:

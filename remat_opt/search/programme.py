@@ -177,7 +177,7 @@ class Programme:
 
 
 class _Results:
-    """Bytes of what the step returns: none, but for a copy that is made again later, which is a buffer like any other,
+    """Bytes of what the step returns: none, but for a copy that is recomputed later, which is a buffer like any other,
     and for a result that waits in a buffer of its own until its donated argument has been read for the last time."""
 
     def __init__(self, programme: Programme):

@@ -18,8 +18,9 @@ take, and the input of stage j costs the bytes that cross its cut and did not cr
 for every number of slots; because its model is not the simulation, several of them are turned into schedules, and the
 simulated peaks decide.
 
-Gaps: one turning point; at most `MOST_STAGES` cuts; everything or nothing of a stage is kept (Rockmate offers several
-options for each); schedules that forget a saved input before its use are left out, as in the paper.
+Gaps: one forward/backward boundary; at most `MOST_STAGES` cuts; everything or nothing of a stage is kept (Rockmate
+    offers several
+options for each); schedules that evict a saved input before its use are left out, as in the paper.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from remat_opt.graph.tables import least_along
+from remat_opt.graph.tables import min_along
+from remat_opt.search.caching import cached_method
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.remembering import remembered
 from remat_opt.search.segments import in_slots
 from remat_opt.search.stages import Stages, later_bytes, solve_by_models, sweep
 
@@ -68,7 +69,7 @@ class ChainStage:
 class Action(enum.Enum):
     """What is done with a stage."""
 
-    FORWARD = "forward"  # its input is forgotten unless it is saved already
+    FORWARD = "forward"  # its input is evicted unless it is saved already
     SAVE_INPUT = "forward, its input saved"
     KEEP = "forward, everything kept"
     BACKWARD = "backward"
@@ -187,7 +188,7 @@ class _Programme:
             times = np.add(behind, self.forward[a, splits - 1][..., None], out=table[1:])
             times += self.seconds[a, splits - 1]
             np.copyto(times, np.inf, where=rooms < least[..., None])
-        self.seconds[a, b], self.decision[a, b] = least_along(table)
+        self.seconds[a, b], self.decision[a, b] = min_along(table)
 
     def memories(self) -> list[int]:
         """Each memory that gives a shorter sequence than the one below it."""
@@ -249,7 +250,7 @@ class NestedPlans:
         """See `Plans`."""
         return sweep(self.solution, len(self._memories), budget)
 
-    @remembered
+    @cached_method
     def solution(self, index: int) -> Solution:
         """A plan's schedule, simulated once."""
         return nested_solution(self._stages, _plan(self._programme.sequence(self._memories[index])))
@@ -287,7 +288,7 @@ def models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
     reversing = costs.backward[one, one + 1]
     later, residuals = later_bytes(stages)
     model = _Model(
-        forward=np.diff(cuts.seconds[[*cuts.positions, cuts.turn]]),
+        forward=np.diff(cuts.seconds[[*cuts.positions, cuts.forward_end]]),
         backward=np.zeros(count),  # once in every plan
         saved=costs.crossing[:, :count],
         swept=_swept(stages),
@@ -304,10 +305,10 @@ def models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
 
 def _swept(stages: Stages) -> np.ndarray:
     """[a, j], most bytes live of what a … j − 1 make, where only what later forward ops read is held."""
-    turn, lives = stages.cuts.turn, stages.problem.plain.liveness.lives
-    made = np.flatnonzero((lives.size > 0) & (lives.birth < turn))
+    forward_end, lives = stages.cuts.forward_end, stages.problem.plain.liveness.lives
+    made = np.flatnonzero((lives.size > 0) & (lives.birth < forward_end))
     read = np.append(lives.reads, 0)  # reduceat wants an index even for the empty list at the end
-    last = np.maximum.reduceat(np.where(read < turn, read, -1), lives.reads_start[:-1])
+    last = np.maximum.reduceat(np.where(read < forward_end, read, -1), lives.reads_start[:-1])
     last = np.where(lives.read_counts > 0, last, -1)
     birth = lives.birth[made]
     return stages.costs.peaks_of(birth, np.maximum(last[made], birth), lives.size[made])[:, : len(stages)]

@@ -1,22 +1,24 @@
 """Segments over cuts of the topological order, by the prefix-maximum objective (Hong et al. 2025, section 3).
 
-The ops before a turning point are cut into contiguous segments. Each has one of three options: *recompute* all of it
-when its backward comes, so that only what crosses its end is saved; keep its *dear* results (products, convolutions,
-reductions, opaque ops) and recompute the elementwise rest; or *keep* all that is read behind the turning point.
-Segments run backward from the last to the first, so that those behind are done when one runs:
+The ops before a forward/backward boundary are cut into contiguous segments. Each has one of three options: *recompute*
+all of it when its backward comes, so that only what crosses its end is saved; keep its *expensive* results (products,
+convolutions, reductions, opaque ops) and recompute the elementwise rest; or *keep* all that is read behind the
+forward/backward boundary. Segments run backward from the last to the first, so that those behind are done when one
+runs:
 
     least(i) = min over j > i and options of  max(needs(i, j, option), stays(i, j, option) + least(j))
 
 `stays` are the bytes that are held until the segment's own backward, `needs` the most bytes live while it runs, its own
 buffers and the cotangents, and while it is recomputed. All are taken from the plain step's true live sets (`cuts.py`).
-The last segment's backward follows its forward, so that it is not recomputed: the turning point is its start.
+The last segment's backward follows its forward, so that it is not recomputed: the forward/backward boundary is its
+start.
 
-`least_peak` is this recurrence. `least_seconds` is the dual, as Rotor's programme (Herrmann et al. 2019, section 4)
+`minimum_peak` is this recurrence. `minimum_seconds` is the dual, as Rotor's programme (Herrmann et al. 2019, section 4)
 with options as Rockmate's (Zhao et al. 2023): the least seconds of recomputation for every size of memory, in slots.
 Both only guide: the simulated schedule decides.
 
 Gaps: one level of recomputation; segments are contiguous in the program's order; the choice inside a segment is by kind
-of op, not by value (`moves.py` mends that in the schedule).
+of op, not by value (`drop_recomputation.py` mends that in the schedule).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from numpy.lib.stride_tricks import sliding_window_view
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Kind
-from remat_opt.graph.tables import least_along
+from remat_opt.graph.tables import min_along
 from remat_opt.search.cuts import SegmentCosts
 
 SLOTS = 400
@@ -40,7 +42,7 @@ class Option(enum.IntEnum):
     """What becomes of a segment; among equals the first is taken."""
 
     KEEP = 0
-    DEAR = 1
+    EXPENSIVE = 1
     RECOMPUTE = 2
 
 
@@ -63,7 +65,7 @@ class Table:
     Attributes:
         options: which options are offered, in the order of the first axis.
         stays: bytes that are held until its own backward.
-        needs: the most bytes live while it is made again and runs backward.
+        needs: the most bytes live while it is recomputed and runs backward.
         seconds: of recomputation.
         last: [i], the most bytes live while all behind cut i runs backward.
     """
@@ -78,21 +80,21 @@ class Table:
 def table_of(costs: SegmentCosts, order: Sequence[int], options: Sequence[Option] = tuple(Option)) -> Table:
     """What segments take, from the plain step's live sets; options in the given order."""
     graph, count = costs.cuts.graph, len(costs.cuts)
-    ops = [graph.ops[op] for op in order[: costs.cuts.turn]]
+    ops = [graph.ops[op] for op in order[: costs.cuts.forward_end]]
     times = np.array([op.seconds if op.kind is Kind.ELEMENTWISE else 0.0 for op in ops], dtype=float)
     cheap = np.concatenate([[0.0], np.cumsum(times)])[costs.cuts.stops[:-1]]
     square = np.index_exp[:, :count]
     needs = costs.backward[square]
     tables = {
         Option.KEEP: (costs.kept[square], needs, np.zeros((count, count))),
-        Option.DEAR: (costs.dear(order)[square], needs, cheap[None, :] - cheap[:, None]),
+        Option.EXPENSIVE: (costs.expensive(order)[square], needs, cheap[None, :] - cheap[:, None]),
         Option.RECOMPUTE: (costs.crossing[square], np.maximum(needs, costs.forward[square]), costs.seconds[square]),
     }
     stays, needs, seconds = (np.stack([tables[option][k] for option in options]) for k in range(3))
     return Table(tuple(options), stays, needs, seconds, costs.backward[:, count])
 
 
-def least_peak(table: Table) -> Plan:
+def minimum_peak(table: Table) -> Plan:
     """The plan of least memory; among equals that of the least seconds."""
     count = len(table.last)
     peak, seconds = table.last.copy(), np.zeros(count)
@@ -109,12 +111,12 @@ def least_peak(table: Table) -> Plan:
     return plans[0]
 
 
-def least_seconds(table: Table, capacity: int) -> list[Plan]:
+def minimum_seconds(table: Table, capacity: int) -> list[Plan]:
     """The plans of least seconds for every size of memory up to `capacity` bytes, those of least memory first."""
-    return [plan for _, plan in least_seconds_by_memory(table, capacity)]
+    return [plan for _, plan in minimum_seconds_by_memory(table, capacity)]
 
 
-def least_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan]]:
+def minimum_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan]]:
     """The same, each with the bytes that it needs by the table's word."""
     count = len(table.last)
     slot = max(1, -(-capacity // SLOTS))
@@ -132,7 +134,7 @@ def least_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan
         together[0] = np.where(rooms >= last[i], 0.0, np.inf)
         times = np.add(behind[start.ravel()], table.seconds[:, i, i + 1 :].reshape(-1, 1), out=together[1:])
         np.copyto(times, np.inf, where=rooms < needs[:, i, i + 1 :].reshape(-1, 1))
-        seconds[i], decision[i] = least_along(together)
+        seconds[i], decision[i] = min_along(together)
     better = np.flatnonzero(seconds[0] < np.concatenate([[np.inf], seconds[0, :-1]]))
     return [(int(room) * slot, _read(table, stays, decision, int(room))) for room in better]
 
@@ -171,8 +173,8 @@ def choice_of(costs: SegmentCosts, order: Sequence[int], plan: Plan) -> Choice:
         saved |= cuts.crossing(end)
         for position in range(cuts.positions[start], cuts.positions[end]):
             op = cuts.graph.ops[order[position]]
-            # Kept is all of it: what is not forgotten is not made again.
-            if option is Option.KEEP or (option is Option.DEAR and op.kind is not Kind.ELEMENTWISE):
+            # Kept is all of it: what is not evicted is not recomputed.
+            if option is Option.KEEP or (option is Option.EXPENSIVE and op.kind is not Kind.ELEMENTWISE):
                 saved.update(op.outputs)
         start = end
     positions = tuple(cuts.positions[end] for end in plan.ends)

@@ -1,10 +1,10 @@
 """Stages: the ops before the plain step's peak, divided at cuts; and what the chain searches need to work with them.
 
-Stage a holds the ops between cut a and cut a + 1; the last stage ends at the *turning point*, the position of the plain
-step's peak. A search may make segments of several stages (`segments.py`, one level of recomputation) or a nested plan
-(`nested.py`), in which an op runs again several times.
+Stage a holds the ops between cut a and cut a + 1; the last stage ends at the *forward/backward boundary*, the position
+of the plain step's peak. A search may make segments of several stages (`segments.py`, one level of recomputation) or a
+nested plan (`nested.py`), in which an op runs again several times.
 
-Gaps: one turning point; the stages are contiguous in the program's order.
+Gaps: one forward/backward boundary; the stages are contiguous in the program's order.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Stages:
         problem: the step.
         cuts: where the stages begin.
         costs: what segments of them cost, in bytes.
-        beside: the same where later segments' residuals count too (`SegmentCosts.beside`).
+        with_later: the same where later segments' residuals count too (`SegmentCosts.with_later`).
     """
 
     problem: Problem
     cuts: Cuts
     costs: SegmentCosts
-    beside: SegmentCosts
+    with_later: SegmentCosts
 
     def __len__(self) -> int:
         return len(self.cuts)
@@ -65,27 +65,29 @@ class Stages:
 
     def ops(self, stage: int) -> tuple[int, ...]:
         """The ops of a stage, in order."""
-        stop = self.cuts.positions[stage + 1] if stage + 1 < len(self) else self.cuts.turn
+        stop = self.cuts.positions[stage + 1] if stage + 1 < len(self) else self.cuts.forward_end
         return self.problem.order[self.cuts.positions[stage] : stop]
 
 
 def stages_before_peak(problem: Problem, most: int) -> Stages | None:
     """At most `most` + 1 stages, the same for every budget; None where fewer than two ops come before the peak."""
-    turn = problem.plain.liveness.peak_position
-    return stages_before(problem, turn, most) if turn >= 2 else None
+    forward_end = problem.plain.liveness.peak_position
+    return stages_before(problem, forward_end, most) if forward_end >= 2 else None
 
 
-def stages_before(problem: Problem, turn: int, most: int) -> Stages:
-    """At most `most` + 1 stages before a turning point, the same for every budget."""
-    return problem.kept(f"at most {most} stages before {turn}", lambda: _stages_before(problem, turn, most))
+def stages_before(problem: Problem, forward_end: int, most: int) -> Stages:
+    """At most `most` + 1 stages before a forward/backward boundary, the same for every budget."""
+    return problem.cached(
+        f"at most {most} stages before {forward_end}", lambda: _stages_before(problem, forward_end, most)
+    )
 
 
-def _stages_before(problem: Problem, turn: int, most: int) -> Stages:
+def _stages_before(problem: Problem, forward_end: int, most: int) -> Stages:
     live = problem.plain.liveness
-    every = Cuts(problem.graph, problem.order, turn)
+    every = Cuts(problem.graph, problem.order, forward_end)
     positions = _spread_positions(every, SegmentCosts(every, live).residual[0], most)
-    cuts = Cuts(problem.graph, problem.order, turn, positions=positions)
-    return Stages(problem, cuts, SegmentCosts(cuts, live), SegmentCosts(cuts, live, beside=True))
+    cuts = Cuts(problem.graph, problem.order, forward_end, positions=positions)
+    return Stages(problem, cuts, SegmentCosts(cuts, live), SegmentCosts(cuts, live, with_later=True))
 
 
 def _spread_positions(cuts: Cuts, before: np.ndarray, most: int) -> list[int]:
@@ -110,18 +112,19 @@ def later_bytes(stages: Stages) -> tuple[np.ndarray, np.ndarray]:
     """What was made behind a stage and is there when its backward begins.
 
     Returns:
-        For each stage the bytes of all of that, gradients too; and of what was made before the turning point.
+        For each stage the bytes of all of that, gradients too; and of what was made before the forward/backward
+        boundary.
     """
-    turn, lives = stages.cuts.turn, stages.problem.plain.liveness.lives
+    forward_end, lives = stages.cuts.forward_end, stages.problem.plain.liveness.lives
     first, _ = stages.costs.backward_range
     gradients, residuals = np.zeros((2, len(stages)), dtype=np.int64)
-    begin = turn
+    begin = forward_end
     for a in range(len(stages) - 2, -1, -1):
         if stages.costs.residual[a, a + 1]:
             begin = max(begin, int(first[a, a + 1]))
         there = (lives.birth >= stages.cuts.positions[a + 1]) & (lives.birth < begin) & (lives.death >= begin)
         gradients[a] = lives.size[there].sum()
-        residuals[a] = lives.size[there & (lives.birth < turn)].sum()
+        residuals[a] = lives.size[there & (lives.birth < forward_end)].sum()
     return gradients, residuals
 
 
@@ -200,7 +203,7 @@ def solve_by_models(
 
     def simulated(number: int, capacity: int, limit: int | None) -> Solution:
         name = f"{plans_of.__qualname__} of model {number} within {capacity}"  # the same for many budgets
-        plans = problem.kept(name, lambda: plans_of(stages, models[number], capacity))
+        plans = problem.cached(name, lambda: plans_of(stages, models[number], capacity))
         return best_of(problem, plans.near(limit), limit)
 
     def fitting(limit: int) -> Solution:

@@ -2,7 +2,7 @@
 
 Where the compiler divides the arrays among devices, the program that it is given has no collectives; they are in its
 text alone. There a collective carries the name scopes of the operation that it was made for, and so tells whether that
-was computed again.
+was recomputed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Collectives:
         arrays: how many arrays are sent. Several that the compiler sends together count one by one, and those that a
             loop sends as often as it runs, where the compiler says how often.
         gathers: how many of these are put together from their parts.
-        recomputed: values that are computed again and communicate in it, in ascending order.
+        recomputed: values that are recomputed and communicate in it, in ascending order.
     """
 
     arrays: int

@@ -38,7 +38,7 @@ class Figures:
         compiler: the installed distribution that holds the compiler, as "libtpu 0.0.51".
         note: what else a reader has to know; empty if nothing.
         collectives: what the devices send each other; None for a program of one device.
-        recomputed_by_xla: how many instructions the compiler computes again on its own, to save memory.
+        recomputed_by_xla: how many instructions the compiler recomputes on its own, to save memory.
         xla_limit_bytes: temporary memory above which it does so; None where that is not known.
     """
 

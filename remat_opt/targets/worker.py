@@ -18,7 +18,7 @@ import time
 from importlib import metadata
 from typing import Any
 
-# XLA's pass hlo-rematerialization names an instruction that it computes again after the first one: `fusion.3.remat2`.
+# XLA's pass hlo-rematerialization names an instruction that it recomputes after the first one: `fusion.3.remat2`.
 # A bitcast computes nothing.
 _RECOMPUTED = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+\.remat\d*(?:\.\d+)* = (?!.* bitcast\()", re.MULTILINE)
 
@@ -64,7 +64,7 @@ def text_of_several_devices(compiled: Any) -> str | None:
 
 
 def recomputed_by_xla(compiled: Any) -> int:
-    """How many instructions of a compiled program XLA computes again on its own, to save memory."""
+    """How many instructions of a compiled program XLA recomputes on its own, to save memory."""
     return len(_RECOMPUTED.findall(compiled.as_text() or ""))
 
 

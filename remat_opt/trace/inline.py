@@ -51,16 +51,17 @@ class Program:
     constants: tuple[tuple[int, Any], ...]
     equations: tuple[Equation, ...]
     outputs: tuple[int | Constant, ...]
-    entered_checkpoints: bool = False  # the user's own were taken apart; the step as given has them
+    entered_checkpoints: bool = False  # the user's own were taken apart; the original step has them
     run_once: frozenset[int] = frozenset()  # values whose equations are not to be repeated: loops that repeat within
     opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
-    together: tuple[tuple[int, int], ...] = ()  # pairs of which the first is read behind one barrier with the second
+    # pairs of which the first is read behind one barrier with the second
+    in_one_barrier: tuple[tuple[int, int], ...] = ()
     workspaces: tuple[tuple[int, int], ...] = ()  # by an equation's first result: bytes that its body needs as written
     named: tuple[tuple[str, int | Constant], ...] = ()  # what was named, where names are taken out
-    # Where arrays are divided among devices: the path to this program in the names of what is computed again ("" for
+    # Where arrays are divided among devices: the path to this program in the names of what is recomputed ("" for
     # the step, "_12" for the body of the loop whose first result is value 12); None writes no such names.
     marks: str | None = None
-    pinned: frozenset[tuple[int, ...]] = frozenset()  # values not to be computed again; a path leads into a body
+    pinned: frozenset[tuple[int, ...]] = frozenset()  # values not to be recomputed; a path leads into a body
     repeats_collectives: bool = False  # whether explicit collectives may run again
     gathers_once: bool = False  # inputs that devices gather for a product are not to be gathered again for another run
 
@@ -94,13 +95,13 @@ def within(program: Program, equation: Equation, body: Program) -> Program:
 
 
 def scope_of(program: Program, equation: Equation) -> str | None:
-    """The name scope for one of a program's equations where it is computed again; None where there are no marks."""
+    """The name scope for one of a program's equations where it is recomputed; None where there are no marks."""
     if program.marks is None or not equation.outputs:
         return None
     return recomputed_scope(f"{program.marks}_{equation.outputs[0]}")
 
 
-def may_run_again(program: Program, equation: Equation) -> bool:
+def can_recompute(program: Program, equation: Equation) -> bool:
     """Whether a second run of one of a program's equations is allowed."""
     effects = equation.effects
     if program.repeats_collectives:

@@ -1,4 +1,4 @@
-"""A `shard_map` that communicates, in two: what does not depend on a collective may be computed again.
+"""A `shard_map` that communicates, in two: what does not depend on a collective may be recomputed.
 
 Differentiated from outside, a mapped layer is one equation that makes both its result, which devices sum up, and the
 residuals for its backward pass, which they mostly have before. As one equation it may not run a second time. As two it

@@ -37,7 +37,7 @@ MOVES = named(
     "stop_gradient transpose"
 ) | {compat.pvary_p, compat.barrier_p, compat.layout_constraint_p}
 # What takes too many instructions for compilers to do it in more than one kernel.
-DEAR = named(
+EXPENSIVE = named(
     "acos acosh asin asinh atan atan2 atanh cbrt cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt "
     "sinh sqrt tanh"
 )

@@ -1,4 +1,4 @@
-"""Name scopes of what is computed again, which a compiler hands on to all that it makes of it."""
+"""Name scopes of what is recomputed, which a compiler hands on to all that it makes of it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _RECOMPUTED = re.compile(r"\brecomputed((?:_\d+)+)\b")
 
 
 def recomputed_scope(path: str) -> str:
-    """The name scope of what is computed again: "recomputed_12_7" for the path "_12_7"."""
+    """The name scope of what is recomputed: "recomputed_12_7" for the path "_12_7"."""
     return f"recomputed{path}"
 
 

@@ -1,7 +1,8 @@
-"""Local search on arbitrary schedules: evict values over gaps and recompute them (`forgetting.py`), one by one.
+"""Local search on arbitrary schedules: evict values over gaps and recompute them (`eviction.py`), one by one.
 
 `descend` lowers one peak after another, on steps of any size. On small steps `lower` evicts until a budget is met, by a
-beam search, and `shorten` exchanges: it evicts one value and uses the freed bytes to drop repeats (`moves.fill`).
+beam search, and `shorten` exchanges: it evicts one value and uses the freed bytes to drop repeats
+(`drop_recomputation.fill`).
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from remat_opt.search.forgetting import Forgetting, Gaps
-from remat_opt.search.moves import fill
+from remat_opt.search.drop_recomputation import fill
+from remat_opt.search.eviction import Eviction, Gaps
 from remat_opt.search.problem import Problem, Solution, time_first
 
 _BEAM = 4
@@ -22,8 +23,8 @@ _SIMULATED = 8  # changes in each step of the beam
 _MOST_STEPS = 24
 _PATIENCE = 3  # steps of the beam that lower nothing
 _MOST_EXCHANGES = 6
-_LARGEST = 24  # values at one peak of a descent that may be forgotten
-_TRIED_TOGETHER = 4  # of these, simulated
+_LARGEST = 24  # values at one peak of a descent that may be evicted
+_TRIED_AT_ONCE = 4  # of these, simulated
 _EFFECTIVE = 0.25  # of what the change lowers that lowers most
 _MOST_SIMULATED = 4_000_000  # ops of schedules, in one descent
 
@@ -32,7 +33,7 @@ Option = TypeVar("Option", "Change", Solution)
 
 
 def descend(problem: Problem, start: Solution, is_allowed: Callable[[Solution], bool]) -> Iterator[Solution]:
-    """Schedules of less and less peak: in each one value more is forgotten at the peak of the one before.
+    """Schedules of less and less peak: in each one value more is evicted at the peak of the one before.
 
     Of the changes that lower the peak by not much less than the best of them does, the one that costs least, in time
     and in FLOPs, for each byte. Where none is left, repeats that this peak has room to save are taken out, once, and
@@ -63,31 +64,31 @@ def descend(problem: Problem, start: Solution, is_allowed: Callable[[Solution], 
 
 
 def _promising_first(problem: Problem, solution: Solution) -> Iterator[list[Solution]]:
-    """Schedules with one value more forgotten at the peak, a few at a time, those that promise most first: of the
+    """Schedules with one value more evicted at the peak, a few at a time, those that promise most first: of the
     largest buffers there, down to those that are too small to lower it effectively."""
     gaps = Gaps(problem, solution)
-    forgettings: dict[Forgetting, None] = {}
+    evictions: dict[Eviction, None] = {}
     most = 0
     for gap in itertools.islice(gaps.at(solution.liveness.peak_position), _LARGEST):
         if gaps.lives.size[gap.buffer] < _EFFECTIVE * most:
             break
         for extend in (solution.peak - 1, -1):
-            forgetting = gaps.forget(gap, extend=extend)
-            if forgetting is None:
+            eviction = gaps.evict(gap, extend=extend)
+            if eviction is None:
                 break
-            if (forgetting.peak, forgetting.moments) < _height(solution):
-                forgettings[forgetting] = None
-                most = max(most, solution.peak - forgetting.peak)
-            if not forgetting.extends:
+            if (eviction.peak, eviction.moments) < _height(solution):
+                evictions[eviction] = None
+                most = max(most, solution.peak - eviction.peak)
+            if not eviction.extends:
                 break  # without that it is the same
 
-    def rate(one: Forgetting) -> tuple[bool, float]:
+    def rate(one: Eviction) -> tuple[bool, float]:
         price = _part_of_step(problem, one.extra_seconds, one.extra_flops)
         return solution.peak - one.peak < _EFFECTIVE * most, price / max(solution.peak - one.peak, 1)
 
-    ordered = sorted(forgettings, key=rate)
-    for first in range(0, len(ordered), _TRIED_TOGETHER):
-        yield [gaps.scheduled(one.reader, one.again) for one in ordered[first : first + _TRIED_TOGETHER]]
+    ordered = sorted(evictions, key=rate)
+    for first in range(0, len(ordered), _TRIED_AT_ONCE):
+        yield [gaps.scheduled(one.reader, one.recomputed) for one in ordered[first : first + _TRIED_AT_ONCE]]
 
 
 def _height(solution: Solution) -> tuple[int, int]:
@@ -112,12 +113,12 @@ def _worth_most(problem: Problem, solution: Solution, lower: list[Solution]) -> 
 
 
 def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
-    """A schedule within a budget, from one that is not, by forgetting values; None where none was found."""
+    """A schedule within a budget, from one that is not, by evicting values; None where none was found."""
     beam, seen = [start], {_key(start)}
     least, failed = _above(start, budget), 0
     for _ in range(_MOST_STEPS):
         changes = [change for solution in beam for change in changes_of(problem, solution, budget)]
-        promising = _best(changes, [change.forgetting.above for change in changes], start, budget, _SIMULATED)
+        promising = _best(changes, [change.eviction.above for change in changes], start, budget, _SIMULATED)
         simulated = {_key(one): one for one in (change.scheduled() for change in promising)}
         found = [one for key, one in simulated.items() if key not in seen]
         seen.update(simulated)
@@ -135,7 +136,7 @@ def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
 
 
 def shorten(problem: Problem, solution: Solution, budget: int) -> Solution:
-    """A schedule that takes no longer and fits, too, by forgetting one value and keeping others in its place."""
+    """A schedule that takes no longer and fits, too, by evicting one value and keeping others in its place."""
     for _ in range(_MOST_EXCHANGES):
         cheapest = sorted(changes_of(problem, solution, budget), key=lambda one: one.extra_seconds)[:_SIMULATED]
         fitting = [one for one in (change.scheduled() for change in cheapest) if one.peak <= budget]
@@ -148,36 +149,36 @@ def shorten(problem: Problem, solution: Solution, budget: int) -> Solution:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Change:
-    """A value that may be forgotten, with what is known of the schedule before it is simulated."""
+    """A value that may be evicted, with what is known of the schedule before it is simulated."""
 
     gaps: Gaps
-    forgetting: Forgetting
+    eviction: Eviction
 
     @property
     def extra_seconds(self) -> float:
         """Of all repeats."""
-        return self.gaps.solution.extra_seconds + self.forgetting.extra_seconds
+        return self.gaps.solution.extra_seconds + self.eviction.extra_seconds
 
     def scheduled(self) -> Solution:
-        return self.gaps.scheduled(self.forgetting.reader, self.forgetting.again)
+        return self.gaps.scheduled(self.eviction.reader, self.eviction.recomputed)
 
 
 def changes_of(problem: Problem, solution: Solution, budget: int) -> Iterator[Change]:
-    """One value more forgotten over the first moment that is above a budget, or at the peak.
+    """One value more evicted over the first moment that is above a budget, or at the peak.
 
-    What it is made of is kept until then where that stays within the budget, and made again, too, where it does not;
-    and, as another schedule, always made again.
+    What it is made of is kept until then where that stays within the budget, and recomputed, too, where it does not;
+    and, as another schedule, always recomputed.
     """
     gaps = Gaps(problem, solution)
     above = np.flatnonzero(solution.liveness.live > budget)
     moment = int(above[0]) if len(above) else solution.liveness.peak_position
     for gap in gaps.at(moment):
         for extend in (budget, -1):
-            forgetting = gaps.forget(gap, extend=extend, budget=budget)
-            if forgetting is None:
+            eviction = gaps.evict(gap, extend=extend, budget=budget)
+            if eviction is None:
                 break
-            yield Change(gaps, forgetting)
-            if not forgetting.extends:
+            yield Change(gaps, eviction)
+            if not eviction.extends:
                 break  # without that it is the same
 
 

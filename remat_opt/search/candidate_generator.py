@@ -13,20 +13,20 @@ from typing import Any
 import numpy as np
 
 from remat_opt.graph.derive import Choice
+from remat_opt.search.caching import cached_method
 from remat_opt.search.cuts import Cuts, SegmentCosts
 from remat_opt.search.problem import Problem, Solution
-from remat_opt.search.remembering import remembered
 from remat_opt.search.rotor import NestedPlans, models_of_graph
-from remat_opt.search.segments import Option, choice_of, least_peak, least_seconds_by_memory, table_of
+from remat_opt.search.segments import Option, choice_of, minimum_peak, minimum_seconds_by_memory, table_of
 from remat_opt.search.stages import stages_before, sweep
 
 _MOST_CUTS = 160  # of segments with options
 _MOST_STAGES = 48  # of nested plans
-_MOST_NEAR_LEAST = 8
+_MOST_NEAR_MINIMUM = 8
 
 
 @dataclasses.dataclass(eq=False)
-class Family:
+class ModelPlans:
     """Plans of one model for one size of memory.
 
     Attributes:
@@ -66,22 +66,22 @@ class Family:
                 at = (low + high) // 2
         return [solution for solution in self._known.values() if solution.peak <= budget]
 
-    def near_least(self) -> list[Solution]:
+    def near_minimum(self) -> list[Solution]:
         """Plans near the least peak."""
-        return sweep(self.solution, min(len(self.needs), _MOST_NEAR_LEAST), None)
+        return sweep(self.solution, min(len(self.needs), _MOST_NEAR_MINIMUM), None)
 
 
-class Families:
-    """The families before one turning point. Nothing in them depends on what was asked before.
+class CandidateGenerator:
+    """The candidate generators before one forward/backward boundary. Nothing in them depends on what was asked before.
 
     Args:
         problem: the step.
-        turn: the turning point, a position in the order of first runs.
+        forward_end: the forward/backward boundary, a position in the order of first runs.
     """
 
-    def __init__(self, problem: Problem, turn: int):
+    def __init__(self, problem: Problem, forward_end: int):
         self.problem = problem
-        self.turn = turn
+        self.forward_end = forward_end
 
     def with_options(self, budget: int) -> list[Solution]:
         """Segments with options that fit a budget."""
@@ -91,28 +91,28 @@ class Families:
         """Nested plans that fit a budget."""
         return [solution for family in self._nested(self._capacity(budget)) for solution in family.near(budget)]
 
-    def least_nested(self) -> list[Solution]:
+    def minimum_nested(self) -> list[Solution]:
         """Nested plans near the least peak."""
-        coarse = [s for family in self._nested(self._capacity(None)) for s in family.near_least()]
+        coarse = [s for family in self._nested(self._capacity(None)) for s in family.near_minimum()]
         least = min(solution.peak for solution in (*coarse, self.problem.plain))
-        return [*coarse, *(s for family in self._nested(self._capacity(least)) for s in family.near_least())]
+        return [*coarse, *(s for family in self._nested(self._capacity(least)) for s in family.near_minimum())]
 
-    @remembered
-    def least_choice(self, beside: bool, keep: bool) -> Choice:
-        """The choice of least memory by the recurrence of `segments.least_peak`.
+    @cached_method
+    def minimum_choice(self, with_later: bool, keep: bool) -> Choice:
+        """The choice of least memory by the recurrence of `segments.minimum_peak`.
 
         Args:
-            beside: whether later residuals count beside a segment.
+            with_later: whether later residuals count beside a segment.
             keep: whether segments may be kept.
         """
-        costs, order = self._all_cuts(beside), self.problem.order
+        costs, order = self._all_cuts(with_later), self.problem.order
         options = (Option.KEEP, Option.RECOMPUTE) if keep else (Option.RECOMPUTE,)
-        return choice_of(costs, order, least_peak(table_of(costs, order, options)))
+        return choice_of(costs, order, minimum_peak(table_of(costs, order, options)))
 
-    @remembered
-    def _all_cuts(self, beside: bool) -> SegmentCosts:
-        cuts = Cuts(self.problem.graph, self.problem.order, self.turn)
-        return SegmentCosts(cuts, self.problem.plain.liveness, beside=beside)
+    @cached_method
+    def _all_cuts(self, with_later: bool) -> SegmentCosts:
+        cuts = Cuts(self.problem.graph, self.problem.order, self.forward_end)
+        return SegmentCosts(cuts, self.problem.plain.liveness, with_later=with_later)
 
     def choice_within(self, budget: int) -> Choice | None:
         """The choice of least time that segments with options take for a budget, by their own figures."""
@@ -128,24 +128,24 @@ class Families:
 
     @functools.cached_property
     def _costs(self) -> SegmentCosts:
-        cuts = Cuts(self.problem.graph, self.problem.order, self.turn, _MOST_CUTS)
+        cuts = Cuts(self.problem.graph, self.problem.order, self.forward_end, _MOST_CUTS)
         return SegmentCosts(cuts, self.problem.plain.liveness)
 
-    @remembered
+    @cached_method
     def _options(self, capacity: int) -> list[tuple[int, Any]]:
-        return least_seconds_by_memory(table_of(self._costs, self.problem.order), capacity)
+        return minimum_seconds_by_memory(table_of(self._costs, self.problem.order), capacity)
 
-    @remembered
-    def _with_options(self, capacity: int) -> Family:
+    @cached_method
+    def _with_options(self, capacity: int) -> ModelPlans:
         plans = self._options(capacity)
 
         def solution(index: int) -> Solution:
             return self.problem.solution(choice_of(self._costs, self.problem.order, plans[index][1]))
 
-        return Family(np.array([needs for needs, _ in plans]), solution)
+        return ModelPlans(np.array([needs for needs, _ in plans]), solution)
 
-    @remembered
-    def _nested(self, capacity: int) -> tuple[Family, ...]:
-        stages = stages_before(self.problem, self.turn, _MOST_STAGES)
+    @cached_method
+    def _nested(self, capacity: int) -> tuple[ModelPlans, ...]:
+        stages = stages_before(self.problem, self.forward_end, _MOST_STAGES)
         plans = [NestedPlans(stages, model, capacity) for model in models_of_graph(stages)[:2]]
-        return tuple(Family(one.needs, one.solution) for one in plans)
+        return tuple(ModelPlans(one.needs, one.solution) for one in plans)

@@ -14,7 +14,7 @@ from jax import lax
 import remat_opt
 from remat_opt.loops import choose
 from remat_opt.loops.choose import MOST_EXTRA
-from remat_opt.planner.candidates import Forms
+from remat_opt.planner.candidates import Variants
 from remat_opt.report.units import format_bytes
 
 LAYERS, BATCH, WIDTH = 12, 1024, 32
@@ -37,37 +37,37 @@ STEPS = {"layers": scanned, "micro-batches": models.updates_in_a_scan}
 
 
 @pytest.fixture(scope="module", params=STEPS)
-def forms(request) -> Forms:
+def variants(request) -> Variants:
     step, arguments = STEPS[request.param]()
-    return Forms(remat_opt.optimize(step).prepare(*arguments), "auto")
+    return Variants(remat_opt.optimize(step).prepare(*arguments), "auto")
 
 
-def test_one_of_the_forms_is_the_step_as_it_was_given(forms):
-    assert sum(form.given is None for form in forms.all) == 1
-    assert len(forms.all) >= 4
-    extra = [form.extra_seconds for form in forms.all]
+def test_one_of_the_variants_is_the_original_step(variants):
+    assert sum(variant.original is None for variant in variants.all) == 1
+    assert len(variants.all) >= 4
+    extra = [variant.extra_seconds for variant in variants.all]
     assert extra == sorted(extra)
 
 
-def test_a_budget_gets_the_least_time_of_all_forms(forms):
-    every = [(s.peak, f.extra_seconds + s.extra_seconds) for f in forms.all for s in forms.frontier_of(f, 0)]
+def test_a_budget_gets_the_minimum_time_of_all_variants(variants):
+    every = [(s.peak, f.extra_seconds + s.extra_seconds) for f in variants.all for s in variants.frontier_of(f, 0)]
     least, most = min(every)[0], max(every)[0]
     for limit in np.linspace(least, most, 9).astype(int).tolist():
-        found = forms.within(limit)
+        found = variants.within(limit)
         assert found.peak <= limit
         assert found.extra_seconds == min(seconds for peak, seconds in every if peak <= limit)
-    assert forms.within(least - 1).peak == least
+    assert variants.within(least - 1).peak == least
 
 
-def test_the_frontier_is_of_all_forms(forms):
-    frontier = forms.frontier(0)
+def test_the_frontier_is_of_all_variants(variants):
+    frontier = variants.frontier(0)
     assert len({id(found.prepared) for found in frontier}) >= 2
     for less, more in itertools.pairwise(frontier):
         assert less.peak < more.peak
         assert less.extra_seconds > more.extra_seconds
-    assert frontier[0].peak == forms.within(0).peak
+    assert frontier[0].peak == variants.within(0).peak
     for found in frontier:
-        assert forms.within(found.peak).extra_seconds == found.extra_seconds
+        assert variants.within(found.peak).extra_seconds == found.extra_seconds
 
 
 def test_without_a_budget_loops_and_all_the_rest_repeat_one_forward_pass_together():
@@ -97,7 +97,7 @@ def test_every_point_of_a_frontier_with_loops_can_be_used(name):
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_least_memory(name):
+def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_minimum_memory(name):
     step, arguments = STEPS[name]()
     plans = [remat_opt.optimize(step, budget=budget).plan(*arguments) for budget in (0.8, None)]
     assert plans[0].measured.temp_bytes <= 0.8 * plans[0].plain_measured.temp_bytes
@@ -105,7 +105,7 @@ def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_least_memor
 
 
 @pytest.mark.parametrize("solver", ["chen", "auto"])
-def test_a_search_is_asked_once_for_each_form_and_limit(solver, monkeypatch):
+def test_a_search_is_asked_once_for_each_variant_and_limit(solver, monkeypatch):
     asked = []
     given = remat_opt.optimize(scanned()[0]).prepare(*scanned()[1])
     monkeypatch.setattr(
@@ -113,10 +113,10 @@ def test_a_search_is_asked_once_for_each_form_and_limit(solver, monkeypatch):
         "solve",
         lambda *question: asked.append(question) or remat_opt.planner.processes.solve(*question),
     )
-    forms = Forms(given, solver)
-    forms.least()
-    forms.frontier(3)
-    assert len(asked) == len(set(asked)) >= len(forms.to_least)
+    variants = Variants(given, solver)
+    variants.minimum_memory()
+    variants.frontier(3)
+    assert len(asked) == len(set(asked)) >= len(variants.for_minimum_memory)
 
 
 def test_explain_says_what_is_done_to_loops():
@@ -146,24 +146,24 @@ def equal_loops(count: int):
     return jax.value_and_grad(loss), jnp.float32(0.8), jnp.ones((30, 10))
 
 
-def test_equal_loops_are_searched_once_and_bring_no_more_forms(monkeypatch):
+def test_equal_loops_are_searched_once_and_bring_no_more_variants(monkeypatch):
     searched = []
     options_of = choose.pair_options
     monkeypatch.setattr(choose, "pair_options", lambda *given: searched.append(given) or options_of(*given))
 
-    def forms_of(count: int) -> Forms:
+    def forms_of(count: int) -> Variants:
         step, *arguments = equal_loops(count)
-        return Forms(remat_opt.optimize(step, target="h200", verify=False).prepare(*arguments), "auto")
+        return Variants(remat_opt.optimize(step, target="h200", verify=False).prepare(*arguments), "auto")
 
     one, four = forms_of(1), forms_of(4)
-    assert [len(forms.ways[0].pairs) for forms in (one, four)] == [1, 4]
+    assert [len(variants.ways[0].pairs) for variants in (one, four)] == [1, 4]
     assert len(searched) == 2
-    assert len(four.to_least) <= len(one.to_least)
+    assert len(four.for_minimum_memory) <= len(one.for_minimum_memory)
     for way in four.ways:
         if not way.for_budgets:
             assert len({choice for _, choice in way.chosen}) <= 1
     partial = [way for way in four.ways if 0 < len(way.chosen) < 4 or len({choice for _, choice in way.chosen}) > 1]
-    assert partial  # for budgets only as many of them are written again as it needs
+    assert partial  # for budgets only as many of them are rewritten as it needs
 
 
 def test_loops_of_other_sizes_are_not_equal(monkeypatch):
@@ -177,5 +177,5 @@ def test_loops_of_other_sizes_are_not_equal(monkeypatch):
         return jnp.sum(x)
 
     step = remat_opt.optimize(jax.value_and_grad(loss), target="h200", verify=False)
-    assert len(Forms(step.prepare(jnp.float32(0.8), jnp.ones((30, 10))), "auto").ways[0].pairs) == 3
+    assert len(Variants(step.prepare(jnp.float32(0.8), jnp.ones((30, 10))), "auto").ways[0].pairs) == 3
     assert len(searched) == 2

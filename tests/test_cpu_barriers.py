@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from remat_opt import measure, optimize
-from remat_opt.graph.cpu_pins import cpu_pins
+from remat_opt.graph.barriers import Barrier
+from remat_opt.graph.cpu_barriers import cpu_barriers
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.pins import Pin
 from remat_opt.graph.schedule import Run, Schedule
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.trace.inline import inline
@@ -18,8 +18,8 @@ from remat_opt.trace.inline import inline
 BIG, SMALL = 1000, 2
 
 
-def pins_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Pin]:
-    return cpu_pins(graph, schedule, simulate(graph, schedule))
+def barriers_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Barrier]:
+    return cpu_barriers(graph, schedule, simulate(graph, schedule))
 
 
 # Values: 0 a key, 1 a layer's input, 2 what the layer makes of it, 3 bits, 4 what is masked with them, 5 the loss.
@@ -34,16 +34,16 @@ AGAIN = Schedule((Run((0, 1, 2)), Run((0, 1, 2), recomputed=True), Run((3,))))
 
 
 def test_bits_wait_for_what_they_are_to_mask() -> None:
-    assert pins_of(MASKED, AGAIN) == {(1, 1): Pin(operands=(0,), results=(2,))}
+    assert barriers_of(MASKED, AGAIN) == {(1, 1): Barrier(operands=(0,), results=(2,))}
 
 
 def test_what_is_made_of_as_much_waits_for_nothing() -> None:
-    assert pins_of(dataclasses.replace(MASKED, sizes=(BIG // 10, *MASKED.sizes[1:])), AGAIN) == {}
+    assert barriers_of(dataclasses.replace(MASKED, sizes=(BIG // 10, *MASKED.sizes[1:])), AGAIN) == {}
 
 
 def test_what_is_made_first_waits_for_nothing() -> None:
     order = (1, 0, 2)
-    assert pins_of(MASKED, Schedule((Run(order), Run(order, recomputed=True), Run((3,))))) == {}
+    assert barriers_of(MASKED, Schedule((Run(order), Run(order, recomputed=True), Run((3,))))) == {}
 
 
 # Values: 0 weights, 1 logits, 2 the weights' gradient, 3 the cotangent of a loop, 4 what the loop gives, 5 the update.
@@ -64,7 +64,7 @@ BEHIND_A_BARRIER = Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3
 
 
 def test_a_loop_waits_for_a_gradient_that_is_smaller_than_what_it_is_made_of() -> None:
-    assert pins_of(TIED, BEHIND_A_BARRIER) == {(2, 3): Pin(operands=(3,), results=(2,))}
+    assert barriers_of(TIED, BEHIND_A_BARRIER) == {(2, 3): Barrier(operands=(3,), results=(2,))}
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_a_loop_waits_for_a_gradient_that_is_smaller_than_what_it_is_made_of() -
     ids=["no smaller", "no workspace", "still read", "read by the loop"],
 )
 def test_other_loops_wait_for_nothing(changed: dict) -> None:
-    assert pins_of(dataclasses.replace(TIED, **changed), BEHIND_A_BARRIER) == {}
+    assert barriers_of(dataclasses.replace(TIED, **changed), BEHIND_A_BARRIER) == {}
 
 
 # Values: 0 an image, 1 factors of its features, 2 a gradient, 3 the sum of their product, 4 the loss.
@@ -93,10 +93,10 @@ SUMMED = Graph(
 
 def test_factors_of_a_sum_wait_for_what_they_are_spread_over() -> None:
     schedule = Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3))))
-    assert pins_of(SUMMED, schedule) == {(2, 2): Pin(operands=(1,), results=(2,))}
-    assert pins_of(SUMMED, Schedule((Run((0, 1, 2, 3)),))) == {}
+    assert barriers_of(SUMMED, schedule) == {(2, 2): Barrier(operands=(1,), results=(2,))}
+    assert barriers_of(SUMMED, Schedule((Run((0, 1, 2, 3)),))) == {}
     alone = dataclasses.replace(SUMMED, ops=(*SUMMED.ops[:2], Op((2,), (3,), Kind.REDUCTION), *SUMMED.ops[3:]))
-    assert pins_of(alone, schedule) == {}
+    assert barriers_of(alone, schedule) == {}
 
 
 def with_dropout(key: jax.Array, x: jax.Array) -> jax.Array:

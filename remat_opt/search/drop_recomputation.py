@@ -2,7 +2,7 @@
 
 Searches over segments decide by kind of op and by cut. These moves decide by value, on the simulated schedule. `fill`
 uses the memory that a budget leaves: it drops repeats as long as the schedule fits. The opposite move is in
-`forgetting.py`.
+`eviction.py`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def without(graph: Graph, schedule: Schedule, taken_out: Collection[int]) -> Sch
 
 
 def needed(graph: Graph, runs: Sequence[Run]) -> Schedule:
-    """Drop repeats whose results are not read before they are made again."""
+    """Drop repeats whose results are not read before they are recomputed."""
     live = set(graph.outputs)
     first = next((at for at, run in enumerate(runs) if run.recomputed), len(runs))
     found: list[Run] = []

@@ -11,12 +11,13 @@ A compiler knows dependencies, not the schedule. There are four cases:
    values that an activation shares with its derivative in the same way. If the later kernel reads the buffers after a
    barrier that waits for the reduction, they are different values to the compiler, and the shared values are
    recomputed.
-3. A recomputed activation may share dear values with its derivative (GELU: a hyperbolic tangent). The compiler stores
-   them, although the derivative needs the activation's operand as well. Here only the activation reads the operand
-   after a barrier; a derivative that reads the operand directly may overwrite it. (For a softmax storing costs nothing:
-   its derivative needs only the exponential.)
-4. A dear result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler may
-   fuse it with the elementwise kernel, and its operand stays live until then. So that kernel reads it after a barrier.
+3. A recomputed activation may share expensive values with its derivative (GELU: a hyperbolic tangent). The compiler
+   stores them, although the derivative needs the activation's operand as well. Here only the activation reads the
+   operand after a barrier; a derivative that reads the operand directly may overwrite it. (For a softmax storing costs
+   nothing: its derivative needs only the exponential.)
+4. A expensive result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler
+   may fuse it with the elementwise kernel, and its operand stays live until then. So that kernel reads it after a
+   barrier.
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ from remat_opt.graph.liveness import Buffer, Liveness
 from remat_opt.graph.schedule import Schedule
 
 # Parts of the peak: what a kernel reads must be worth a barrier, and without the order the peak must be in reach.
-WORTH_A_PIN = 0.02
+BARRIER_THRESHOLD = 0.02
 NEAR_THE_PEAK = 0.85
 LARGE = 0.1  # what elementwise work makes, so that a derivative of it is looked for
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Pin:
+class Barrier:
     """The kernel and all later ones read `operands` after a barrier that waits for `results` of earlier kernels.
 
     Without `results`, only this kernel reads its operands after a barrier.
@@ -50,10 +51,10 @@ class Pin:
         return not self.results
 
 
-def pins(
+def barriers(
     graph: Graph, schedule: Schedule, liveness: Liveness, slices: Collection[int] | None = None
-) -> dict[tuple[int, int], Pin]:
-    """Find the pins of a schedule.
+) -> dict[tuple[int, int], Barrier]:
+    """Find the barriers of a schedule.
 
     If the step recomputes values, only the runs from the first recomputed one on are examined: before it nothing is
     freed that could be late. If nothing is recomputed, only products wait (the gradients of a weight that is used many
@@ -67,88 +68,88 @@ def pins(
             a step are looked at: its backward part is in all of them.
 
     Returns:
-        Pins by the run's index in the schedule and the op.
+        Barriers by the run's index in the schedule and the op.
     """
-    found: dict[tuple[int, int], Pin] = {}
+    found: dict[tuple[int, int], Barrier] = {}
     born = {(buffer.value, buffer.birth): buffer for buffer in liveness.buffers}
     dying: dict[int, set[int]] = {}
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
     if slices is None and not any(run.recomputed for run in schedule.runs):
-        return _pins_of_products(graph, schedule, liveness, born, dying)
+        return _barriers_of_products(graph, schedule, liveness, born, dying)
     position, recomputing = 0, slices is not None
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         position += run.recomputed  # its barrier has a position of its own
         if recomputing:
-            pinned = _PinsOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
-            found.update(((index, op), pin) for op, pin in pinned.items())
+            of_run = _BarriersOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
+            found.update(((index, op), barrier) for op, barrier in of_run.items())
         if slices is None and not run.recomputed and index and schedule.runs[index - 1].recomputed:
-            apart = _kept_apart(graph, liveness, schedule.runs[index - 1].ops, run.ops, position)
-            found.update(((index - 1, op), pin) for op, pin in apart.items())
+            apart = _separate_activations(graph, liveness, schedule.runs[index - 1].ops, run.ops, position)
+            found.update(((index - 1, op), barrier) for op, barrier in apart.items())
             whole = _read_whole(graph, liveness, dying, schedule.runs[index - 1].ops, run.ops, position)
             for op, values in whole.items():
-                pin = found.get((index, op), Pin((), ()))
-                found[index, op] = Pin(tuple(dict.fromkeys((*pin.operands, *values))), pin.results)
+                barrier = found.get((index, op), Barrier((), ()))
+                found[index, op] = Barrier(tuple(dict.fromkeys((*barrier.operands, *values))), barrier.results)
         position += len(run.ops)
     return found
 
 
-def _pins_of_products(
+def _barriers_of_products(
     graph: Graph,
     schedule: Schedule,
     liveness: Liveness,
     born: dict[tuple[int, int], Buffer],
     dying: dict[int, set[int]],
-) -> dict[tuple[int, int], Pin]:
-    """The pins of products in a schedule that computes nothing again."""
+) -> dict[tuple[int, int], Barrier]:
+    """The barriers of products in a schedule that computes nothing again."""
     position, found = 0, {}
     for index, run in enumerate(schedule.runs):
-        pinned = _PinsOfRun(graph, liveness, born, dying, position, None).find(run.ops)
-        found |= {(index, op): pin for op, pin in pinned.items() if graph.ops[op].kind is Kind.CONTRACTION}
+        of_run = _BarriersOfRun(graph, liveness, born, dying, position, None).find(run.ops)
+        found |= {(index, op): barrier for op, barrier in of_run.items() if graph.ops[op].kind is Kind.CONTRACTION}
         position += len(run.ops)
     return found
 
 
-def _kept_apart(
-    graph: Graph, liveness: Liveness, again: Sequence[int], ops: Sequence[int], start: int
-) -> dict[int, Pin]:
+def _separate_activations(
+    graph: Graph, liveness: Liveness, recomputed: Sequence[int], ops: Sequence[int], start: int
+) -> dict[int, Barrier]:
     """The activations of a recomputed run that are to read operands alone, by ops: those of which a derivative near the
-    peak, in the run behind it, needs the same dear values and these operands, too."""
+    peak, in the run behind it, needs the same expensive values and these operands, too."""
     derived: set[int] = set()
     for position, op in enumerate(ops, start):
         made = sum(graph.sizes[value] for value in graph.ops[op].outputs)
         if int(liveness.live[position]) + made > NEAR_THE_PEAK * liveness.peak:
-            derived.update(graph.ops[op].dear_of)
-    large = {value for value in derived if graph.sizes[value] >= WORTH_A_PIN * liveness.peak}
-    read = {op: tuple(value for value in graph.ops[op].dear_of if value in large) for op in again}
-    return {op: Pin(operands, results=()) for op, operands in read.items() if operands}
+            derived.update(graph.ops[op].expensive_operands)
+    large = {value for value in derived if graph.sizes[value] >= BARRIER_THRESHOLD * liveness.peak}
+    read = {op: tuple(value for value in graph.ops[op].expensive_operands if value in large) for op in recomputed}
+    return {op: Barrier(operands, results=()) for op, operands in read.items() if operands}
 
 
 def _read_whole(
     graph: Graph,
     liveness: Liveness,
     dying: Mapping[int, Collection[int]],
-    again: Sequence[int],
+    recomputed: Sequence[int],
     ops: Sequence[int],
     start: int,
 ) -> dict[int, tuple[int, ...]]:
-    """For the elementwise kernels near the peak the dear results of the recomputed run before them that they are to
-    read behind a barrier: those that are stored in any case, because another kernel reads them later."""
-    dear = {value for op in again if graph.ops[op].dear for value in graph.ops[op].outputs}
+    """For the elementwise kernels near the peak the expensive results of the recomputed run before them that they are
+    to read behind a barrier: those that are stored in any case, because another kernel reads them later."""
+    expensive = {value for op in recomputed if graph.ops[op].expensive for value in graph.ops[op].outputs}
     found: dict[int, tuple[int, ...]] = {}
     for position, op in enumerate(ops, start):
         kernel = graph.ops[op]
-        stays = [v for v in kernel.inputs if v in dear and v not in dying.get(position, ())]
-        large = tuple(v for v in stays if graph.sizes[v] >= WORTH_A_PIN * liveness.peak)
+        stays = [v for v in kernel.inputs if v in expensive and v not in dying.get(position, ())]
+        large = tuple(v for v in stays if graph.sizes[v] >= BARRIER_THRESHOLD * liveness.peak)
         again_live = int(liveness.live[position]) + sum(graph.sizes[value] for value in large)
         if large and kernel.kind is Kind.ELEMENTWISE and again_live > NEAR_THE_PEAK * liveness.peak:
             found[op] = large
     return found
 
 
-class _PinsOfRun:
+class _BarriersOfRun:
     def __init__(
         self,
         graph: Graph,
@@ -173,8 +174,8 @@ class _PinsOfRun:
         self.much_freed = 0  # the kernels for which these are worth a barrier, as bits
         self.stored: set[int] = set()  # values of this run that are still to be read, or results
 
-    def find(self, ops: Sequence[int]) -> dict[int, Pin]:
-        found: dict[int, Pin] = {}
+    def find(self, ops: Sequence[int]) -> dict[int, Barrier]:
+        found: dict[int, Barrier] = {}
         for index, op in enumerate(ops):
             self.stored -= self.dying.get(self.start + index, set()) - self.outputs
             known = 0
@@ -191,10 +192,10 @@ class _PinsOfRun:
             for late in waits:
                 known |= self.before[late] | 1 << late
             if results:
-                found[op] = Pin(tuple(dict.fromkeys(operands)), tuple(dict.fromkeys(results)))
+                found[op] = Barrier(tuple(dict.fromkeys(operands)), tuple(dict.fromkeys(results)))
             self.before.append(known)
             self.frees.append(self.freed_by(op, self.start + index))
-            self.much_freed |= (self.frees[index] >= WORTH_A_PIN * self.liveness.peak) << index
+            self.much_freed |= (self.frees[index] >= BARRIER_THRESHOLD * self.liveness.peak) << index
             self.made_by.update(dict.fromkeys(self.graph.ops[op].outputs, index))
             self.stored.update(v for v in self.graph.ops[op].outputs if self.is_stored(v, self.start + index))
             if self.graph.ops[op].kind is Kind.REDUCTION or (self.is_step_of_loop and self.makes_large(op)):
@@ -212,7 +213,7 @@ class _PinsOfRun:
         step of a loop, elementwise kernels that make a large buffer count like reductions."""
         graph, peak = self.graph, self.liveness.peak
         read = (v for v in graph.ops[op].inputs if graph.producer[v] >= 0 or v in self.slices)
-        large = [v for v in read if graph.sizes[v] >= WORTH_A_PIN * peak]
+        large = [v for v in read if graph.sizes[v] >= BARRIER_THRESHOLD * peak]
         if int(self.liveness.live[self.start + index]) + sum(graph.sizes[v] for v in large) <= NEAR_THE_PEAK * peak:
             return {}
         found: dict[int, int] = {}
@@ -224,7 +225,7 @@ class _PinsOfRun:
 
     def that_may_be_late(self, op: int, index: int, known: int) -> int:
         """Earlier kernels of this run (as bits) that free many bytes and on which this large kernel does not depend."""
-        least = WORTH_A_PIN * self.liveness.peak
+        least = BARRIER_THRESHOLD * self.liveness.peak
         made = sum(self.graph.sizes[v] for v in self.graph.ops[op].outputs if v not in self.outputs)
         if made < least or self.operand(op) < 0:
             return 0

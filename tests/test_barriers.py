@@ -1,4 +1,4 @@
-"""Pins: kernels that have to wait for others because the peak depends on their order."""
+"""Barriers: kernels that have to wait for others because the peak depends on their order."""
 
 import dataclasses
 from collections.abc import Callable
@@ -10,11 +10,11 @@ import pytest
 from jax import lax
 
 from remat_opt import optimize
+from remat_opt.graph.barriers import Barrier, barriers
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.pins import Pin, pins
 from remat_opt.graph.schedule import Run, Schedule
-from remat_opt.planner.candidates import Forms
+from remat_opt.planner.candidates import Variants
 from remat_opt.planner.prepared import prepare
 from remat_opt.rewrites.captured import capture
 from remat_opt.targets import measure_flat, resolve_target
@@ -42,40 +42,40 @@ def backward_of_a_layer(**changes) -> tuple[Graph, Schedule]:
     return graph, Schedule((Run((0, 1)), Run((0,), recomputed=True), Run((2, 3, 4))))
 
 
-def pins_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Pin]:
-    return pins(graph, schedule, simulate(graph, schedule))
+def barriers_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Barrier]:
+    return barriers(graph, schedule, simulate(graph, schedule))
 
 
 def test_the_gradient_of_the_input_waits_for_that_of_the_weight() -> None:
-    assert pins_of(*backward_of_a_layer()) == {(2, 3): Pin(operands=(2,), results=(3,))}
+    assert barriers_of(*backward_of_a_layer()) == {(2, 3): Barrier(operands=(2,), results=(3,))}
 
 
-def test_what_depends_on_the_earlier_kernel_needs_no_pin() -> None:
-    assert pins_of(*backward_of_a_layer(op3=Op((3, 2), (4,), Kind.CONTRACTION))) == {}
+def test_what_depends_on_the_earlier_kernel_needs_no_barrier() -> None:
+    assert barriers_of(*backward_of_a_layer(op3=Op((3, 2), (4,), Kind.CONTRACTION))) == {}
 
 
-def test_what_frees_little_needs_no_pin() -> None:
+def test_what_frees_little_needs_no_barrier() -> None:
     graph, schedule = backward_of_a_layer()
     small = Graph((SMALL, SMALL, *graph.sizes[2:]), graph.ops, graph.inputs, graph.outputs, fused=True)
-    assert pins_of(small, schedule) == {}
+    assert barriers_of(small, schedule) == {}
 
 
 def test_far_below_the_peak_no_order_is_needed() -> None:
     graph, schedule = backward_of_a_layer()
     ops = (*graph.ops, Op((5,), (6,), Kind.OPAQUE, workspace=100 * BIG))
     higher = Graph((*graph.sizes, SMALL), ops, graph.inputs, (6,), fused=True)
-    assert pins_of(higher, Schedule((*schedule.runs[:2], Run((2, 3, 4, 5))))) == {}
+    assert barriers_of(higher, Schedule((*schedule.runs[:2], Run((2, 3, 4, 5))))) == {}
 
 
-def test_a_step_in_which_nothing_is_computed_again_is_told_its_order_as_well() -> None:
+def test_a_step_in_which_nothing_is_recomputed_is_told_its_order_as_well() -> None:
     graph, _ = backward_of_a_layer()
-    assert pins_of(graph, Schedule((Run((0, 1, 2, 3, 4)),))) == {(0, 3): Pin(operands=(2,), results=(3,))}
+    assert barriers_of(graph, Schedule((Run((0, 1, 2, 3, 4)),))) == {(0, 3): Barrier(operands=(2,), results=(3,))}
 
 
 def test_else_what_comes_before_the_first_repeat_is_left_alone() -> None:
     graph, _ = backward_of_a_layer()
     schedule = Schedule((Run((0, 1, 2, 3, 4)), Run((1,), recomputed=True)))
-    assert pins_of(graph, schedule) == {}
+    assert barriers_of(graph, schedule) == {}
 
 
 LAYERS = 4
@@ -106,12 +106,12 @@ def temporary_bytes() -> int:
 
 @pytest.mark.filterwarnings("ignore:remat_opt. conv_step. planned for h200")
 def test_the_gpu_compiler_keeps_the_order_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without pins the compiler has an activation and its gradient at once."""
-    pinned = temporary_bytes()
-    monkeypatch.setattr("remat_opt.emit.train_step.pins", lambda *_: {})
-    unpinned = temporary_bytes()
+    """Without barriers the compiler has an activation and its gradient at once."""
+    with_barriers = temporary_bytes()
+    monkeypatch.setattr("remat_opt.emit.train_step.barriers", lambda *_: {})
+    without_barriers = temporary_bytes()
     # The convolution at the peak reads a reversed kernel, which is made there.
-    assert pinned <= unpinned - 4 * IMAGES.size + 4 * KERNELS[-1].size
+    assert with_barriers <= without_barriers - 4 * IMAGES.size + 4 * KERNELS[-1].size
 
 
 def reductions() -> tuple[Graph, Schedule]:
@@ -128,9 +128,9 @@ def reductions() -> tuple[Graph, Schedule]:
 
 
 def test_what_follows_a_reduction_reads_its_buffers_behind_a_barrier() -> None:
-    assert pins_of(*reductions()) == {
-        (2, 3): Pin(operands=(2,), results=(3,)),
-        (2, 4): Pin(operands=(2,), results=(4,)),
+    assert barriers_of(*reductions()) == {
+        (2, 3): Barrier(operands=(2,), results=(3,)),
+        (2, 4): Barrier(operands=(2,), results=(4,)),
     }
 
 
@@ -139,10 +139,10 @@ def feed_forward(**changes) -> tuple[Graph, Schedule]:
     ops = [
         Op((0,), (1,), Kind.OPAQUE),
         Op((1,), (2,), Kind.CONTRACTION),
-        Op((2,), (3,), Kind.ELEMENTWISE, dear_of=(2,)),
+        Op((2,), (3,), Kind.ELEMENTWISE, expensive_operands=(2,)),
         Op((1, 3), (4,), Kind.CONTRACTION),
         Op((4,), (5,), Kind.CONTRACTION),
-        Op((2, 5), (6,), Kind.ELEMENTWISE, dear_of=(2,)),
+        Op((2, 5), (6,), Kind.ELEMENTWISE, expensive_operands=(2,)),
         Op((1, 6, 4), (7,), Kind.CONTRACTION),
     ]
     for index, op in changes.items():
@@ -152,17 +152,17 @@ def feed_forward(**changes) -> tuple[Graph, Schedule]:
 
 
 def test_a_recomputed_activation_reads_the_operand_of_its_derivative_alone() -> None:
-    """Else XLA stores what both have in common, since that is dear."""
-    assert pins_of(*feed_forward()) == {(1, 2): Pin(operands=(2,), results=())}
+    """Else XLA stores what both have in common, since that is expensive."""
+    assert barriers_of(*feed_forward()) == {(1, 2): Barrier(operands=(2,), results=())}
 
 
 @pytest.mark.parametrize("cheap", [Op((2,), (3,), Kind.ELEMENTWISE), Op((2, 5), (6,), Kind.ELEMENTWISE)])
-def test_where_nothing_dear_is_in_common_operands_are_read_together(cheap: Op) -> None:
-    assert pins_of(*feed_forward(**{"op2" if cheap.outputs == (3,) else "op5": cheap})) == {}
+def test_where_nothing_expensive_is_in_common_operands_are_read_together(cheap: Op) -> None:
+    assert barriers_of(*feed_forward(**{"op2" if cheap.outputs == (3,) else "op5": cheap})) == {}
 
 
 def test_a_derivative_far_below_the_peak_may_be_stored() -> None:
-    assert pins_of(*feed_forward(op6=Op((1, 6, 4), (7,), Kind.CONTRACTION, workspace=10 * BIG))) == {}
+    assert barriers_of(*feed_forward(op6=Op((1, 6, 4), (7,), Kind.CONTRACTION, workspace=10 * BIG))) == {}
 
 
 def test_an_exponential_that_frees_its_operand_is_no_reason_to_read_alone() -> None:
@@ -173,10 +173,10 @@ def test_an_exponential_that_frees_its_operand_is_no_reason_to_read_alone() -> N
         return next(op for op in graph.ops if op.kind is Kind.ELEMENTWISE)
 
     gelu, silu = kernel_of(jax.nn.gelu), kernel_of(jax.nn.silu)
-    assert gelu.dear_of == gelu.inputs
-    assert silu.dear_of == silu.inputs
-    assert kernel_of(jnp.tanh).dear_of == kernel_of(jax.nn.relu).dear_of == ()
-    assert kernel_of(lambda x: 1 / (1 + jnp.exp(x))).dear_of == ()
+    assert gelu.expensive_operands == gelu.inputs
+    assert silu.expensive_operands == silu.inputs
+    assert kernel_of(jnp.tanh).expensive_operands == kernel_of(jax.nn.relu).expensive_operands == ()
+    assert kernel_of(lambda x: 1 / (1 + jnp.exp(x))).expensive_operands == ()
 
 
 TOKENS, WIDTH, HIDDEN = 4096, 512, 2048
@@ -202,13 +202,13 @@ def test_the_gpu_compiler_does_not_store_the_derivative_beside_an_activation(mon
         flat = compat.function_of_jaxpr(optimize(step, target="h200", solver="chen").trace(*args))
         return measure_flat(flat, jax.tree.leaves(args), donated=range(16), target="h200").temp_bytes
 
-    def pins_together(graph: Graph, *rest) -> dict[tuple[int, int], Pin]:
-        ops = tuple(dataclasses.replace(op, dear_of=()) for op in graph.ops)
-        return pins(dataclasses.replace(graph, ops=ops), *rest)
+    def barriers_in_one(graph: Graph, *rest) -> dict[tuple[int, int], Barrier]:
+        ops = tuple(dataclasses.replace(op, expensive_operands=()) for op in graph.ops)
+        return barriers(dataclasses.replace(graph, ops=ops), *rest)
 
-    pinned = temp_bytes()
-    monkeypatch.setattr("remat_opt.emit.train_step.pins", pins_together)
-    assert pinned <= temp_bytes() - 0.8 * 4 * TOKENS * HIDDEN
+    with_barriers = temp_bytes()
+    monkeypatch.setattr("remat_opt.emit.train_step.barriers", barriers_in_one)
+    assert with_barriers <= temp_bytes() - 0.8 * 4 * TOKENS * HIDDEN
 
 
 def test_activations_that_read_alone_give_the_same_values() -> None:
@@ -216,10 +216,10 @@ def test_activations_that_read_alone_give_the_same_values() -> None:
     tokens = jax.random.normal(tokens, (64, 8))
     weights = [(jax.random.normal(key, (8, 32)), jax.random.normal(key, (32, 8)) / 8) for key in keys]
     prepared = prepare(capture(jax.jit(feed_forward_step), (weights, tokens), {}), resolve_target("h200"))
-    found = Forms(prepared, "chen").least()
+    found = Variants(prepared, "chen").minimum_memory()
     solution = found.solution
-    alone = pins(found.prepared.problem.graph, solution.schedule, solution.liveness)
-    assert any(pin.is_alone for pin in alone.values())
+    alone = barriers(found.prepared.problem.graph, solution.schedule, solution.liveness)
+    assert any(barrier.is_alone for barrier in alone.values())
     leaves = jax.tree.leaves((weights, tokens))
     written = found.prepared.emit(solution, leaves)
     expected = jax.tree.leaves(feed_forward_step(weights, tokens))
@@ -232,7 +232,7 @@ def attention_by_hand(**changes) -> tuple[Graph, Schedule]:
     ops = [
         Op((0,), (1,), Kind.OPAQUE),
         Op((1,), (2,), Kind.CONTRACTION),
-        Op((2,), (3,), Kind.ELEMENTWISE, dear=True),
+        Op((2,), (3,), Kind.ELEMENTWISE, expensive=True),
         Op((1, 3), (4,), Kind.CONTRACTION),
         Op((3, 4), (5,), Kind.ELEMENTWISE),
         Op((5,), (6,), Kind.CONTRACTION),
@@ -246,20 +246,20 @@ def attention_by_hand(**changes) -> tuple[Graph, Schedule]:
 
 def test_a_derivative_reads_a_recomputed_exponential_that_is_stored_in_any_case_behind_a_barrier() -> None:
     """Else XLA makes both in one kernel, and the scores are there until then."""
-    assert pins_of(*attention_by_hand())[2, 4] == Pin(operands=(3,), results=())
+    assert barriers_of(*attention_by_hand())[2, 4] == Barrier(operands=(3,), results=())
 
 
 @pytest.mark.parametrize(
     "changed",
     [
-        {"op2": Op((2,), (3,), Kind.ELEMENTWISE)},  # cheap: made again where it is needed
+        {"op2": Op((2,), (3,), Kind.ELEMENTWISE)},  # cheap: recomputed where it is needed
         {"op6": Op((6,), (7,), Kind.CONTRACTION)},  # nobody reads it later
         {"op0": Op((0,), (1,), Kind.OPAQUE, workspace=10 * BIG)},  # far below the peak
         {"op4": Op((3, 4), (5,), Kind.CONTRACTION)},  # no kernel that computes it itself
     ],
 )
 def test_else_it_reads_the_exponential_as_it_is(changed: dict[str, Op]) -> None:
-    assert (2, 4) not in pins_of(*attention_by_hand(**changed))
+    assert (2, 4) not in barriers_of(*attention_by_hand(**changed))
 
 
 @pytest.mark.filterwarnings("ignore:remat_opt. .*step. planned for h200")
@@ -272,6 +272,6 @@ def test_the_gpu_compiler_does_not_keep_the_scores_of_attention_by_hand(monkeypa
         avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args)]
         return measure_flat(flat, avals, target="h200").temp_bytes
 
-    pinned = temp_bytes()
-    monkeypatch.setattr("remat_opt.graph.pins._read_whole", lambda *given: {})
-    assert pinned <= 0.95 * temp_bytes()
+    with_barriers = temp_bytes()
+    monkeypatch.setattr("remat_opt.graph.barriers._read_whole", lambda *given: {})
+    assert with_barriers <= 0.95 * temp_bytes()

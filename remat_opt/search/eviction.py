@@ -1,4 +1,4 @@
-"""Local search: evict a value over a gap and recompute it afterwards. `polish.py` combines these moves.
+"""Local search: evict a value over a gap and recompute it afterwards. `local_search.py` combines these moves.
 
 A gap of a buffer is the time between two of its events in which nothing reads it.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from remat_opt.graph.schedule import Run, join_runs
-from remat_opt.search.moves import needed
+from remat_opt.search.drop_recomputation import needed
 from remat_opt.search.problem import Problem, Solution
 
 
@@ -23,12 +23,12 @@ class Gap(NamedTuple):
     read: int
 
 
-class Forgetting(NamedTuple):
-    """A value forgotten over one gap.
+class Eviction(NamedTuple):
+    """A value evicted over one gap.
 
     Attributes:
-        reader: index of the occurrence before which it is made again.
-        again: the ops that run again there.
+        reader: index of the occurrence before which it is recomputed.
+        recomputed: the ops that run again there.
         peak: bytes of the schedule's peak then, without what the repeats need while they run.
         moments: how often that peak is reached.
         extra_seconds: of the repeats.
@@ -39,7 +39,7 @@ class Forgetting(NamedTuple):
     """
 
     reader: int
-    again: tuple[int, ...]
+    recomputed: tuple[int, ...]
     peak: int
     moments: int
     extra_seconds: float
@@ -49,7 +49,7 @@ class Forgetting(NamedTuple):
 
 
 class Gaps:
-    """The gaps of one schedule, and what forgetting over them does.
+    """The gaps of one schedule, and what evicting over them does.
 
     Args:
         problem: the step.
@@ -71,7 +71,7 @@ class Gaps:
             if read < len(reads) and reads[read] > moment:
                 yield Gap(buffer, read)
 
-    def forget(self, gap: Gap, *, extend: int, budget: int = 0) -> Forgetting | None:
+    def evict(self, gap: Gap, *, extend: int, budget: int = 0) -> Eviction | None:
         """Evict a buffer over a gap and recompute its value at the end of the gap.
 
         Values needed for that which are gone by then are recomputed with it, or kept until then if the peak of the
@@ -111,15 +111,15 @@ class Gaps:
                     stack.append(value)
         peak = int(live.max())
         seconds, flops = sum(graph.ops[op].seconds for op in ops), sum(graph.ops[op].flops for op in ops)
-        again = tuple(sorted(ops, key=self.problem.place.__getitem__))
+        recomputed = tuple(sorted(ops, key=self.problem.place.__getitem__))
         above = float(np.maximum(live - budget, 0).sum())
-        return Forgetting(reader, again, peak, int(np.count_nonzero(live == peak)), seconds, flops, extends, above)
+        return Eviction(reader, recomputed, peak, int(np.count_nonzero(live == peak)), seconds, flops, extends, above)
 
     @property
     def always_there(self) -> frozenset[int]:
         """Arguments and results."""
         graph = self.problem.graph
-        return self.problem.kept("always there", lambda: frozenset((*graph.inputs, *graph.outputs)))
+        return self.problem.cached("always there", lambda: frozenset((*graph.inputs, *graph.outputs)))
 
     @functools.cached_property
     def _last(self) -> np.ndarray:
@@ -135,13 +135,13 @@ class Gaps:
             buffer = int(self.solution.occurrences.previous[buffer])
         return buffer
 
-    def scheduled(self, reader: int, again: tuple[int, ...]) -> Solution:
-        """The schedule with `Forgetting.again` before its reader, without repeats that nobody needs any more."""
+    def scheduled(self, reader: int, recomputed: tuple[int, ...]) -> Solution:
+        """The schedule with `Eviction.recomputed` before its reader, without repeats that nobody needs any more."""
         schedule, every = self.solution.schedule, self.solution.occurrences
         which = int(every.run[reader])
         first = reader - int(np.searchsorted(every.run, which))
         run = schedule.runs[which]
-        parts = (Run(run.ops[:first], run.recomputed), Run(again, True), Run(run.ops[first:], run.recomputed))
+        parts = (Run(run.ops[:first], run.recomputed), Run(recomputed, True), Run(run.ops[first:], run.recomputed))
         runs = (*schedule.runs[:which], *parts, *schedule.runs[which + 1 :])
         joined = _joined(runs)
         found = self.problem.scheduled(join_runs(joined), self.solution.origin)

@@ -19,16 +19,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from remat_opt.graph.barriers import BARRIER_THRESHOLD, NEAR_THE_PEAK, Barrier
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Liveness
-from remat_opt.graph.pins import NEAR_THE_PEAK, WORTH_A_PIN, Pin
 from remat_opt.graph.schedule import Schedule
 
 NEARLY_NOTHING = 0.01  # of what is made of it
 
 
-def cpu_pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], Pin]:
-    """Find the pins of a schedule for a CPU.
+def cpu_barriers(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], Barrier]:
+    """Find the barriers of a schedule for a CPU.
 
     Args:
         graph: the step, fused.
@@ -36,11 +36,11 @@ def cpu_pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple
         liveness: what `simulate` says of the schedule.
 
     Returns:
-        Pins by the run's index in the schedule and the op.
+        Barriers by the run's index in the schedule and the op.
     """
     position = {op: at for at, op in enumerate(schedule.order)}  # of the last time that an op runs
-    least = WORTH_A_PIN * liveness.peak
-    found: dict[tuple[int, int], Pin] = {}
+    least = BARRIER_THRESHOLD * liveness.peak
+    found: dict[tuple[int, int], Barrier] = {}
     fresh: list[int] = []  # made since the last recomputed run
     start = 0
     for index, run in enumerate(schedule.runs):
@@ -49,23 +49,25 @@ def cpu_pins(graph: Graph, schedule: Schedule, liveness: Liveness) -> dict[tuple
         start += len(run.ops)
         if run.recomputed:
             fresh = []
-            found.update(((index, op), pin) for op, pin in _made_of_nearly_nothing(graph, run.ops, least).items())
+            found.update(
+                ((index, op), barrier) for op, barrier in _made_of_nearly_nothing(graph, run.ops, least).items()
+            )
             continue
         for op, bytes_live in zip(run.ops, live.tolist(), strict=True):
-            pin = _of_a_loop(graph, op, fresh, position) if index else None
-            if pin is None and index and (spread := _spread_in_a_sum(graph, op)):
+            barrier = _of_a_loop(graph, op, fresh, position) if index else None
+            if barrier is None and index and (spread := _spread_in_a_sum(graph, op)):
                 is_near = bytes_live + graph.sizes[spread.results[0]] > NEAR_THE_PEAK * liveness.peak
-                pin = spread if is_near and graph.sizes[spread.results[0]] >= least else None
-            if pin:
-                found[index, op] = pin
+                barrier = spread if is_near and graph.sizes[spread.results[0]] >= least else None
+            if barrier:
+                found[index, op] = barrier
             fresh += graph.ops[op].outputs
     return found
 
 
-def _made_of_nearly_nothing(graph: Graph, ops: Sequence[int], least: float) -> dict[int, Pin]:
+def _made_of_nearly_nothing(graph: Graph, ops: Sequence[int], least: float) -> dict[int, Barrier]:
     """The ops of a run that make much of little, each with what is made in front of it and read behind it."""
     last_read = {value: index for index, op in enumerate(ops) for value in graph.ops[op].inputs}
-    found: dict[int, Pin] = {}
+    found: dict[int, Barrier] = {}
     made: list[int] = []
     for index, op in enumerate(ops):
         made_of, makes = graph.ops[op].inputs, graph.ops[op].outputs
@@ -73,12 +75,12 @@ def _made_of_nearly_nothing(graph: Graph, ops: Sequence[int], least: float) -> d
         if size >= least and sum(graph.sizes[value] for value in made_of) < NEARLY_NOTHING * size:
             before = [v for v in made if last_read.get(v, -1) > index and graph.sizes[v] >= NEARLY_NOTHING * size]
             if before and made_of:
-                found[op] = Pin(tuple(dict.fromkeys(made_of)), (before[-1],))
+                found[op] = Barrier(tuple(dict.fromkeys(made_of)), (before[-1],))
         made += makes
     return found
 
 
-def _spread_in_a_sum(graph: Graph, op: int) -> Pin | None:
+def _spread_in_a_sum(graph: Graph, op: int) -> Barrier | None:
     """What a reduction reads that is small beside the largest that it reads, made to wait for that."""
     if graph.ops[op].kind is not Kind.REDUCTION:
         return None
@@ -87,17 +89,17 @@ def _spread_in_a_sum(graph: Graph, op: int) -> Pin | None:
         return None
     small = [v for v in dict.fromkeys(graph.ops[op].inputs) if graph.sizes[v] < NEARLY_NOTHING * graph.sizes[largest]]
     made = tuple(value for value in small if graph.producer[value] >= 0)  # a barrier would copy a donated argument
-    return Pin(made, (largest,)) if made else None
+    return Barrier(made, (largest,)) if made else None
 
 
-def _of_a_loop(graph: Graph, op: int, fresh: Sequence[int], position: dict[int, int]) -> Pin | None:
+def _of_a_loop(graph: Graph, op: int, fresh: Sequence[int], position: dict[int, int]) -> Barrier | None:
     """What a loop waits for: values made in front of it, of larger ones that nobody else still reads."""
     loop = graph.ops[op]
     if loop.kind is not Kind.OPAQUE or not loop.workspace:
         return None
     results = tuple(value for value in fresh if _frees_more(graph, value, position[op], position))
     operands = tuple(value for value in dict.fromkeys(loop.inputs) if value in fresh and value not in results)
-    return Pin(operands, results) if results and operands else None
+    return Barrier(operands, results) if results and operands else None
 
 
 def _frees_more(graph: Graph, value: int, now: int, position: dict[int, int]) -> bool:

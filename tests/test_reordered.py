@@ -1,4 +1,4 @@
-"""A step may need less for its order alone: nothing is computed again, and yet it is written."""
+"""A step may need less for its order alone: nothing is recomputed, and yet it is written."""
 
 import json
 from typing import Any
@@ -47,7 +47,7 @@ def plan() -> Plan:
 
 @ON_ANOTHER_TARGET
 def test_a_budget_that_our_order_keeps_costs_nothing(plan: Plan) -> None:
-    assert plan.in_our_order
+    assert plan.reordered
     assert not plan.is_plain
     assert not plan.schedule.recomputed
     assert plan.predicted.extra_flops == plan.predicted.extra_seconds == 0
@@ -63,7 +63,7 @@ def test_it_is_kept_in_a_file_and_taken_over_from_it(plan: Plan) -> None:
     again = Plan.from_json(plan.to_json())
     assert again == plan
     step = optimize(recurrent_step, target="h200", plan=again, donate_argnums=0)
-    assert step.plan(WEIGHT, FRAMES).in_our_order
+    assert step.plan(WEIGHT, FRAMES).reordered
     assert "another order" in " ".join(str(step.explain(WEIGHT, FRAMES)).split())
     jaxpr = step.jaxpr(WEIGHT, FRAMES)
     assert "optimization_barrier" in str(jaxpr)
@@ -95,17 +95,17 @@ def two_layers_step(weights: tuple[jax.Array, ...], frames: jax.Array) -> Any:
     return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, weights, jax.grad(loss)(weights))
 
 
-def bytes_in_our_order() -> int:
+def bytes_reordered() -> int:
     step = optimize(two_layers_step, target="h200", donate_argnums=0)
     ordered = step.prepare((WEIGHT,) * 3, FRAMES).ordered
     return compile_candidate(ordered, ordered.problem.plain).temp_bytes
 
 
 def test_gradients_of_a_weight_wait_for_the_sum_of_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = bytes_in_our_order()
-    monkeypatch.setattr("remat_opt.emit.train_step.pins", lambda *_: {})
-    unpinned = bytes_in_our_order()
-    assert pinned < 0.8 * unpinned
+    with_barriers = bytes_reordered()
+    monkeypatch.setattr("remat_opt.emit.train_step.barriers", lambda *_: {})
+    without_barriers = bytes_reordered()
+    assert with_barriers < 0.8 * without_barriers
 
 
 def products(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -116,16 +116,16 @@ def products(x: jax.Array, weights: jax.Array) -> jax.Array:
     return total
 
 
-def test_a_function_without_a_gradient_may_need_less_in_our_order() -> None:
+def test_a_function_without_a_gradient_may_need_less_reordered() -> None:
     x, weights = jnp.ones((512, 32)), jax.random.normal(KEYS[2], (16, 32, 512)) / 8
     found = remat_opt.measure(products, x, weights)
-    assert found.plan.in_our_order
+    assert found.plan.reordered
     assert found.plan.predicted.extra_flops == 0
     assert found.optimized.temp_bytes < 0.5 * found.plain.temp_bytes
     np.testing.assert_allclose(optimize(products)(x, weights), products(x, weights), rtol=1e-4)
 
 
-def test_what_runs_as_given_is_compiled_without_our_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_runs_unchanged_is_compiled_without_our_options(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(
         "remat_opt.callable.compiling.compile_elsewhere", lambda *_, **how: asked.append(how["compiler_options"])

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 
-def remembered(method: Method) -> Method:
+def cached_method(method: Method) -> Method:
     """Cache the results of a method for each object and positional arguments.
 
     `functools.cache` on a method would keep every object alive, with its graph and schedules.
