@@ -145,7 +145,7 @@ Result = dict[str, Any]
 COLUMNS = [
     "network",
     "step",
-    "foreseen, MB",
+    "predicted, MB",
     "absent compiler, MB",
     "compiler, MB",
     "allocator, MB",
@@ -172,7 +172,7 @@ def to_markdown(results: Results) -> str:
     about = (
         f"Written by `python -m benchmarks.on_gpu run` on: {'; '.join(sorted(devices))}. Steps are float32, SGD with "
         "momentum, state donated, at the batches of the tables. Memory is the physical peak: temporary memory, "
-        "arguments and outputs, what is aliased once; as our model foresees it, by the compiler for an absent H200 (as "
+        "arguments and outputs, what is aliased once; as our model predicts it, by the compiler for an absent H200 (as "
         "in the tables), by the "
         "compiler beside the GPU, which tries kernels, and by the allocator while two steps ran alone (–: choosing "
         "kernels took more before). Time is the median of turns, all variants taking turns in one process."
@@ -185,8 +185,8 @@ def _cells(key: str, name: str, result: Result, plain: Result, absent: Result) -
         return [key, name, *("–" for _ in COLUMNS[2:-1]), result["error"][:80]]
     peak, seconds = result["physical_peak_bytes"], result["step_seconds"][1]
     predicted = result.get("predicted_peak_bytes")
-    foreseen = None if predicted is None else predicted + peak - result["temp_bytes"]
-    sizes = (foreseen, absent.get("physical_peak_bytes"), peak, result["allocated_bytes"])
+    predicted = None if predicted is None else predicted + peak - result["temp_bytes"]
+    sizes = (predicted, absent.get("physical_peak_bytes"), peak, result["allocated_bytes"])
     return [
         *(key, name, *("–" if size is None else f"{size / 1e6:.0f}" for size in sizes)),
         f"{peak / plain['physical_peak_bytes']:.0%}" if "step_seconds" in plain else "–",

@@ -2,7 +2,7 @@
 
     python -m benchmarks.predicted_memory                      # all rows that have no result yet
     python -m benchmarks.predicted_memory --target h200 --network resnet50 --again
-    python -m benchmarks.predicted_memory --foresee            # predictions alone, where plans are as they were
+    python -m benchmarks.predicted_memory --replan            # predictions alone, where plans are as they were
 
 Each row is compiled in a process of its own and kept in `benchmarks/results/predicted_memory.json` as soon as it is
 there, so that a run can be stopped and taken up again; `predicted_memory.md` is the same as a table. Nothing runs and
@@ -255,7 +255,7 @@ def main() -> None:
     parser.add_argument("--network", help="this network only")
     parser.add_argument("--target", help="this target only")
     parser.add_argument("--again", action="store_true", help="also rows that have a result")
-    parser.add_argument("--foresee", action="store_true", help="predict again; compile only what is planned otherwise")
+    parser.add_argument("--replan", action="store_true", help="predict again; compile only what is planned otherwise")
     parser.add_argument("--results", type=Path, default=RESULTS / "predicted_memory.json")
     parser.add_argument("--row", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -266,10 +266,10 @@ def main() -> None:
     for row in ROWS:
         wanted = options.network in (None, row.network) and options.target in (None, row.target)
         kept = load(options.results).get(row.key)
-        if not wanted or (kept and not options.again and not options.foresee):
+        if not wanted or (kept and not options.again and not options.replan):
             continue
         print(row.key, flush=True)
-        result = run_in_process(row, kept if options.foresee else None)
+        result = run_in_process(row, kept if options.replan else None)
         if result is not None:
             save({**load(options.results), row.key: result}, options.results)
     print(to_markdown(load(options.results)))

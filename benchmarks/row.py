@@ -24,7 +24,7 @@ class Request(NamedTuple):
         variants: to be measured, in this order.
         known: results of the row's variants so far.
         steps: on the CPU, how many steps are timed of each variant; 0 for none.
-        foresee: plan the variants, and measure only those whose plan is not the one of the known result.
+        replan: plan the variants, and measure only those whose plan is not the one of the known result.
     """
 
     table: str
@@ -33,7 +33,7 @@ class Request(NamedTuple):
     variants: list[str]
     known: dict[str, dict[str, Any]]
     steps: int = 0
-    foresee: bool = False
+    replan: bool = False
 
 
 def find_row(table: str, key: str) -> Row:
@@ -51,7 +51,7 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
         yield {"begins": variant}
         try:
             result = None
-            if request.foresee:
+            if request.replan:
                 result = variants.predict_variant(row, variant, request.target, known, plain_flops)
             if result is None:
                 result = variants.measure_variant(row, variant, request.target, known, plain_flops)

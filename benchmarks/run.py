@@ -5,7 +5,7 @@
     python -m benchmarks.run chen --target v5e --rows lstm_scan --again
     python -m benchmarks.run small --target cpu --time 5                       # with the time of a step
     python -m benchmarks.run feng_huang --target h200 --rows resnet50 --pictures
-    python -m benchmarks.run feng_huang --target h200 --foresee                # again where today's plan is another
+    python -m benchmarks.run feng_huang --target h200 --replan                # again where today's plan is another
 
 Each row is planned and compiled in a process of its own. Each result is kept in `benchmarks/results/` as soon as it is
 there, so that a run can be stopped and taken up again, and the same as a Markdown table beside it. Nothing runs (but
@@ -119,7 +119,7 @@ def run_table(
     *,
     folder: Path = RESULTS,
     again: bool = False,
-    foresee: bool = False,
+    replan: bool = False,
     steps: int = 0,
     time_limit: float = 7200.0,
     tell: Callable[[str, int], None] = lambda text, done: None,
@@ -133,7 +133,7 @@ def run_table(
         variants: the columns that are wanted.
         folder: where the results are kept.
         again: measure what has a result, too.
-        foresee: plan what has a result again, and measure it again where the plan is another; no other `variants`.
+        replan: plan what has a result again, and measure it again where the plan is another; no other `variants`.
         steps: on the CPU, how many steps are timed of each variant; 0 for none.
         time_limit: seconds for the process of one row.
         tell: called with what is done now, and how many results are there since the last call.
@@ -144,10 +144,10 @@ def run_table(
     file = file_of(table, target, folder)
     for row in rows:
         known = load(file)
-        wanted = planned_of(row, known) if foresee else missing_of(row, variants, known, again)
+        wanted = planned_of(row, known) if replan else missing_of(row, variants, known, again)
         if not wanted and not steps:
             continue
-        request = Request(table, row.key, target, wanted, known.get(row.key, {}), steps, foresee)
+        request = Request(table, row.key, target, wanted, known.get(row.key, {}), steps, replan)
         for message in run_in_process(request, time_limit):
             if "begins" in message:
                 tell(f"{row.key}, {message['begins']}", 0)
@@ -172,7 +172,7 @@ def _show(table: str, target: str, rows: Sequence[Row], options: argparse.Namesp
     variants = options.variants.split(",")
     known = load(file_of(table, target, options.results))
     total = sum(
-        len(planned_of(row, known) if options.foresee else missing_of(row, variants, known, options.again))
+        len(planned_of(row, known) if options.replan else missing_of(row, variants, known, options.again))
         for row in rows
     )
     console = Console(stderr=True)
@@ -198,7 +198,7 @@ def _show(table: str, target: str, rows: Sequence[Row], options: argparse.Namesp
             variants,
             folder=options.results,
             again=options.again,
-            foresee=options.foresee,
+            replan=options.replan,
             steps=options.time,
             time_limit=options.time_limit,
             tell=tell,
@@ -213,7 +213,7 @@ def main() -> None:
     parser.add_argument("--rows", help="networks, with commas between them; default: all")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="with commas; default: %(default)s")
     parser.add_argument("--again", action="store_true", help="also what has a result")
-    parser.add_argument("--foresee", action="store_true", help="plan ours again; measure what is planned otherwise")
+    parser.add_argument("--replan", action="store_true", help="plan ours again; measure what is planned otherwise")
     parser.add_argument("--time", type=int, default=0, metavar="STEPS", help="on the CPU: time so many steps of each")
     parser.add_argument("--time-limit", type=float, default=7200.0, help="seconds for one row; default: %(default).0f")
     parser.add_argument("--pictures", action="store_true", help="draw memory over the step, and memory against FLOPs")

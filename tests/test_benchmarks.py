@@ -54,7 +54,7 @@ def test_what_is_planned_as_it_was_is_predicted_and_not_measured_again(tmp_path:
     plain_flops = variants.count_flops(variants.write(row, "plain", "cpu", {}))
     assert variants.predict_variant(row, "ours", "cpu", load(file)[row.key], 1e9) == kept
     assert variants.predict_variant(row, "ours", "cpu", load(file)[row.key], plain_flops) is None  # other FLOPs
-    found = run.run_table("small", "cpu", [row], ["ours"], folder=tmp_path, foresee=True)[row.key]
+    found = run.run_table("small", "cpu", [row], ["ours"], folder=tmp_path, replan=True)[row.key]
     assert found["ours"]["temp_bytes"] > 1  # by another count of FLOPs it was measured again
     assert found["plain"] == other
 

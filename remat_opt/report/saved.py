@@ -19,7 +19,7 @@ class Reason(enum.Enum):
     """Why a tensor is saved; the value is the sentence that reports print."""
 
     CROSSES_A_CUT = "crossing a cut: read again when a later segment is recomputed"
-    EXPENSIVE = "dear to recompute: results of products, convolutions and the like inside a recomputed segment"
+    EXPENSIVE = "expensive to recompute: results of products, convolutions and the like inside a recomputed segment"
     INSIDE = "from inside a recomputed segment, kept rather than made again"
     NOT_RECOMPUTED = "from parts of the step that are not recomputed, for their own backward"
     NOT_REPEATABLE = "made by an operation that must not run twice"

@@ -6,7 +6,7 @@
    steps or if no segments fit. Each model orders its plans from least memory to least time; those that just fit are
    found by simulation. On small steps the answers of the other solvers join the frontier, on larger ones those of lower
    sets.
-3. *Dear results* (`expensive.py`). Segments that save the results of products and the like, and nothing else.
+3. *Expensive results* (`expensive.py`). Segments that save the results of products and the like, and nothing else.
 4. *Several peaks.* If the remaining peak lies elsewhere (a second forward and backward pass, as in a GAN step),
    segments are added there, as long as the peak falls.
 5. *Local search.* `drop_recomputation.fill` drops recomputation from each structure and candidate, value by value,
