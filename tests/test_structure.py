@@ -127,6 +127,13 @@ def cycle_among(imports: Iterable[Import]) -> list[str]:
     return next((found for module in sorted(targets) if (found := search(module, []))), [])
 
 
+@pytest.mark.parametrize("room", [room for room in MAY_IMPORT if room != "examples"])
+def test_the_page_of_a_room_names_each_of_its_files(room: str) -> None:
+    page = ast.get_docstring(ast.parse((PACKAGE / room / "__init__.py").read_text(encoding="utf-8"))) or ""
+    files = {file.name for file in (PACKAGE / room).glob("*.py")} - {"__init__.py"}
+    assert not [name for name in sorted(files) if f"`{name}`" not in page]
+
+
 def test_no_modules_import_each_other() -> None:
     cycle = cycle_among(all_imports())
     assert not cycle, "expected imports to go one way, in functions and for types too: " + " → ".join(cycle)

@@ -1,9 +1,11 @@
 """The callables that replace the user's function: calls, caches, options, warnings.
 
-`resolving.py` is the front door: it finds the function inside whatever a user hands in, and `adapters.py` knows the
-objects of `nnx.jit` and `eqx.filter_jit`. `function.py` is the `OptimizedFunction` that is called like `jax.jit`'s,
-`planned.py` keeps its jits and what was decided for each signature. `checkpointing.py` is the function under
-`remat_opt.checkpoint`, `measure.py` and `frontier.py` answer `measure` and `frontier`. `jit_options.py` and
-`compiling.py` compile as a call would, `warnings_once.py` and `donation.py` tell users what they should know,
-`closed_over.py` leaves modules as they were where a trace fails.
+`resolving.py` is the entry: it finds the function inside the object that a user passes. `adapters.py` recognises nnx and
+equinox modules among the arguments, and the objects of `nnx.jit` and `eqx.filter_jit`, without importing either.
+`function.py` is the `OptimizedFunction`, which is called like a `jax.jit` function; `planned.py` keeps its jits and what
+was decided for each signature; `bound.py` is one with arguments bound. `checkpointing.py` is the function under
+`remat_opt.checkpoint`, `checkpoint_policy.py` the user's policy there; `measure.py` and `frontier.py` implement
+`measure` and `frontier`. `jit_options.py`, `static_arguments.py` and `compiling.py` compile as a call would.
+`warnings_once.py` and `donation.py` warn users, with the category of `warning.py`. `closed_over.py` restores modules
+after a trace has failed.
 """

@@ -1,7 +1,7 @@
-"""Rewrites of a program that need less memory, applied before planning.
+"""Rewrites of a program that need less memory, with the same results.
 
-Each file takes a `Program` and returns one with the same results: `pooling.py` (max-pooling's backward pass without a
-scatter), `one_hot.py` (cross entropy without a scatter), `masks.py` (a rectifier's mask from its output),
-`handed_back.py` (a scan that returns its weights), `splits.py` (a slice for each piece). `captured.py` traces a
-function and applies those that depend on no search; `graph/build.py` applies the rest. Loops have a room of their own.
+`captured.py` traces a function and applies `handed_back.py` (a scan that returns its weights), `one_hot.py` (cross
+entropy without a scatter) and `masks.py` (a rectifier's mask from its output). `graph/build.py` applies `pooling.py`
+(max-pooling's backward pass without a scatter), `splits.py` (a slice for each piece) and `random_masks.py` (which masks
+are drawn from random bits). `slices.py` marks slices that may be read again. Loops have a room of their own.
 """

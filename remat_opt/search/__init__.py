@@ -1,10 +1,12 @@
 """The searches: each takes a `Problem` (a graph) and a budget in bytes, and returns a `Solution`. No JAX.
 
 `problem.py` defines the input and output of every search. A new solver is a file with `solve(problem, budget)` and an
-entry in `SOLVERS`. `auto.py` is the default. It generates candidates by several models (`candidate_generator.py`, with
-`cuts.py`, `segments.py`, `stages.py`, `nested.py`, `rotor.py`), and improves their schedules by local search
-(`drop_recomputation.py`, `local_search.py`, `eviction.py`). Each published algorithm has a file: `chen.py`,
-`feng_huang.py`, `hong.py`, `lower_sets.py`. `milp.py` is exact.
+entry in `SOLVERS`, below in this file. `auto.py` is the default. It generates candidates by several models
+(`candidate_generator.py`, with `cuts.py`, `segments.py`, `stages.py`, `nested.py`, `rotor.py`, `expensive.py`, on the
+forward part that `forward.py` finds), and improves their schedules by local search (`drop_recomputation.py`,
+`local_search.py`, `eviction.py`). Each published algorithm has a file: `chen.py`, `feng_huang.py` (with
+`division_tree.py`), `hong.py`, `lower_sets.py`. `milp.py` is exact; `programme.py` is its integer programme.
+`caching.py` keeps answers, `progress.py` reports how far a search is.
 """
 
 from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, milp, rotor

@@ -2,8 +2,9 @@
 
 `devices.py` lists the devices (a new one is an entry of its table), `compile.py` compiles for one, `remote.py`,
 `worker.py` and `export.py` do so in a child process for an absent device, `figures.py` is what a compiler says,
-`options.py` the compiler options that a rewritten step needs. `callbacks.py` takes callbacks out of the measured copy;
-`communication.py` and `live_buffers.py` read compiled programs; `errors.py` has the errors.
+`options.py` the compiler options that a rewritten step needs. `callbacks.py` replaces host callbacks in the copy that
+is compiled for an absent device; `communication.py` and `live_buffers.py` read compiled programs; `errors.py` has the
+errors.
 """
 
 from remat_opt.targets.compile import compile_lowered as compile_lowered
