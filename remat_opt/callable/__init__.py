@@ -1,9 +1,9 @@
 """The callables that replace the user's function: calls, caches, options, warnings.
 
-`resolving.py` is the entry: it finds the function inside the object that a user passes. `adapters.py` recognises nnx and
-equinox modules among the arguments, and the objects of `nnx.jit` and `eqx.filter_jit`, without importing either.
-`function.py` is the `OptimizedFunction`, which is called like a `jax.jit` function; `planned.py` keeps its jits and what
-was decided for each signature; `bound.py` is one with arguments bound. `checkpointing.py` is the function under
+`resolving.py` is the entry: it finds the function inside the object that a user passes. `adapters.py` recognises nnx
+and equinox modules among the arguments, and the objects of `nnx.jit` and `eqx.filter_jit`, without importing either.
+`function.py` is the `OptimizedFunction`, which is called like a `jax.jit` function; `planned.py` keeps its jits and
+what was decided for each signature; `bound.py` is one with arguments bound. `checkpointing.py` is the function under
 `remat_opt.checkpoint`, `checkpoint_policy.py` the user's policy there; `measure.py` and `frontier.py` implement
 `measure` and `frontier`. `jit_options.py`, `static_arguments.py` and `compiling.py` compile as a call would.
 `warnings_once.py` and `donation.py` warn users, with the category of `warning.py`. `closed_over.py` restores modules

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from remat_opt.graph.derive import Choice
 from remat_opt.loops.choose import LoopChoices
-from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.no_gain import why_nothing_is_gained
+from remat_opt.loops.pairs import find_pairs
 from remat_opt.planner.budget_loop import keep_budget
 from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.decision import Decision, Measure, Planner, versions

@@ -1,6 +1,6 @@
 """What a user reads: `explain` in text and pictures.
 
 `explain.py` builds the explanation from `findings.py` (what there is to say) and `saved.py` (why a tensor is saved).
-`text.py` writes what is printed, `pictures.py` draws it, `curves.py` is the curve of live memory in both, and `units.py`
-writes bytes, FLOPs and seconds.
+`text.py` writes what is printed, `pictures.py` draws it, `curves.py` is the curve of live memory in both, and
+`units.py` writes bytes, FLOPs and seconds.
 """

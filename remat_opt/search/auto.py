@@ -197,13 +197,13 @@ class Search:
         found = [
             *self.one_level,
             lower_sets.solve(problem, None),
-            *self.candidates_before(self.forward_ends[0]).minimum_nested(),
+            *self.generator(self.forward_ends[0]).minimum_nested(),
         ]
         if self.is_small:
             found += [
                 solution
                 for forward_end in self.forward_ends[1:]
-                for solution in self.candidates_before(forward_end).minimum_nested()
+                for solution in self.generator(forward_end).minimum_nested()
             ]
             found += [solver.solve(problem, None) for solver in (hong, feng_huang, chen)]
         if len(problem.order) <= _SOME_OPS:
@@ -221,7 +221,7 @@ class Search:
             found += self.lower_peaks(*variant)
         if self.forward_ends[0] != peak_in_order(self.problem.plain):
             found += (
-                self.problem.solution(self.candidates_before(self.forward_ends[0]).minimum_choice(*which))
+                self.problem.solution(self.generator(self.forward_ends[0]).minimum_choice(*which))
                 for which in _VARIANTS
             )
         return found
@@ -234,7 +234,7 @@ class Search:
             if forward_end in tried:
                 break
             tried.add(forward_end)
-            choice = _merge(found[-1].choice, self.candidates_before(forward_end).minimum_choice(with_later, keep))
+            choice = _merge(found[-1].choice, self.generator(forward_end).minimum_choice(with_later, keep))
             candidate = self.problem.solution(choice)
             if candidate.peak > found[-1].peak or not candidate.schedule.recomputed:
                 break
@@ -316,15 +316,13 @@ class Search:
         planned = [
             solution
             for forward_end in self.forward_ends
-            for solution in self.candidates_before(forward_end).with_options(budget)
+            for solution in self.generator(forward_end).with_options(budget)
         ]
         if not planned:
             planned = self.several_peaks(budget)
         if self.is_small or not planned:
             planned += [
-                solution
-                for forward_end in self.forward_ends
-                for solution in self.candidates_before(forward_end).nested(budget)
+                solution for forward_end in self.forward_ends for solution in self.generator(forward_end).nested(budget)
             ]
         starts += _different(sorted((s for s in planned if s.peak <= budget), key=time_first))[:_MOST_FILLED]
         if self.is_tiny:
@@ -351,7 +349,7 @@ class Search:
         tried: set[int] = set()
         while best.peak > limit and len(tried) < _MOST_PASSES:
             forward_end = peak_in_order(best)
-            choice = None if forward_end in tried else self.candidates_before(forward_end).choice_within(limit)
+            choice = None if forward_end in tried else self.generator(forward_end).choice_within(limit)
             if choice is None:
                 break
             tried.add(forward_end)
@@ -376,14 +374,14 @@ class Search:
         forward_ends = dict.fromkeys((peak_in_order(self.problem.plain), forward_backward_boundary(self.problem)))
 
         def least(forward_end: int) -> tuple[float, float]:
-            choices = (self.candidates_before(forward_end).minimum_choice(*which) for which in _VARIANTS)
+            choices = (self.generator(forward_end).minimum_choice(*which) for which in _VARIANTS)
             return min(memory_first(self.problem.solution(choice)) for choice in choices)
 
         forward_ends = sorted(forward_ends, key=least)
         return tuple(forward_ends if self.is_small else forward_ends[:1])
 
     @cached_method
-    def candidates_before(self, forward_end: int) -> CandidateGenerator:
+    def generator(self, forward_end: int) -> CandidateGenerator:
         """The models before a forward/backward boundary."""
         return CandidateGenerator(self.problem, forward_end)
 
