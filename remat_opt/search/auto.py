@@ -193,18 +193,10 @@ class Search:
     @functools.cached_property
     def structures(self) -> list[Solution]:
         """Schedules of little memory: they say where segments begin, and budgets are filled from there."""
-        problem = self.problem
-        found = [
-            *self.one_level,
-            lower_sets.solve(problem, None),
-            *self.generator(self.forward_ends[0]).minimum_nested(),
-        ]
+        problem, ends = self.problem, self.forward_ends if self.is_small else self.forward_ends[:1]
+        found = [*self.one_level, lower_sets.solve(problem, None)]
+        found += [solution for end in ends for solution in self.generator(end).minimum_nested()]
         if self.is_small:
-            found += [
-                solution
-                for forward_end in self.forward_ends[1:]
-                for solution in self.generator(forward_end).minimum_nested()
-            ]
             found += [solver.solve(problem, None) for solver in (hong, feng_huang, chen)]
         if len(problem.order) <= _SOME_OPS:
             found.append(rotor.solve(problem, None))
@@ -220,10 +212,8 @@ class Search:
             report_progress(_SHARE_OF_STRUCTURES * number / (len(variants) + 2))
             found += self.lower_peaks(*variant)
         if self.forward_ends[0] != peak_in_order(self.problem.plain):
-            found += (
-                self.problem.solution(self.generator(self.forward_ends[0]).minimum_choice(*which))
-                for which in _VARIANTS
-            )
+            generator = self.generator(self.forward_ends[0])
+            found += (self.problem.solution(generator.minimum_choice(*which)) for which in _VARIANTS)
         return found
 
     def lower_peaks(self, shift: int, with_later: bool, keep: bool) -> list[Solution]:
