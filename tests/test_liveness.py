@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from random_graphs import Sketch, graphs_with_choices, training_chain, training_graphs, unfused_training_graphs
 
 from remat_opt.graph.derive import Choice, derive, early_order
-from remat_opt.graph.fusion import fuse, materialised
+from remat_opt.graph.fusion import MOST_SOURCES, fuse, materialised
 from remat_opt.graph.graph import Graph, Kind, chain
 from remat_opt.graph.liveness import Buffer, minimum_possible, simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
@@ -249,6 +249,7 @@ def test_the_minimum_possible_peak_is_below_that_of_any_schedule(drawn: tuple[Gr
 
 @given(unfused_training_graphs())
 def test_results_and_operands_that_need_a_buffer_are_stored_and_single_reads_are_not(graph: Graph) -> None:
+    has_few_buffers = sum(materialised(graph)) <= MOST_SOURCES
     for value, stored in enumerate(materialised(graph)):
         made_by = [op.kind for op in graph.ops if value in op.outputs]
         read_by = [op.kind for op in graph.ops if value in op.inputs]
@@ -257,7 +258,7 @@ def test_results_and_operands_that_need_a_buffer_are_stored_and_single_reads_are
         virtual = virtual and Kind.CONTRACTION not in read_by and Kind.OPAQUE not in read_by
         if not virtual:
             assert stored
-        elif len(read_by) <= 1:  # fused into its one reader it costs no traffic
+        elif len(read_by) <= 1 and has_few_buffers:  # fused into its one reader it costs no traffic
             assert not stored
 
 
