@@ -19,7 +19,6 @@ from remat_opt import InfeasibleBudget, Plan, RematWarning, optimize
 from remat_opt.planner.budget import Budget, parse_budget
 from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.decision import Planner
-from remat_opt.search import SOLVERS
 from remat_opt.targets.figures import Figures
 
 compiled: list[str] = []  # one entry for each time that XLA compiled something
@@ -397,12 +396,3 @@ def test_the_minimum_memory_at_any_cost_is_no_more_and_computes_the_same() -> No
     temp_bytes = [one.lower(PARAMS, X).compile().memory_analysis().temp_size_in_bytes for one in (least, at_any_cost)]
     assert temp_bytes[1] <= temp_bytes[0]
     assert_close(at_any_cost(PARAMS, X), jax.jit(step)(PARAMS, X))
-
-
-@pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"milp"}))  # milp takes minutes: it is for small graphs
-def test_every_solver_can_be_asked_for_and_computes_the_same(solver: str) -> None:
-    optimized = optimize(step, solver=solver)
-    plan = optimized.plan(PARAMS, X)
-    assert plan.solver == solver
-    assert plan.predicted.peak_bytes <= plan.predicted.plain_peak_bytes
-    assert_close(optimized(PARAMS, X), jax.jit(step)(PARAMS, X))

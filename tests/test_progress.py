@@ -1,13 +1,16 @@
-"""Progress of a search: on a terminal, after a while, and nowhere else."""
+"""Progress of a search: on a terminal, after a while, and nowhere else; and the seconds that planning took."""
 
 import io
 import sys
+import time
 
 import pytest
+import step_networks as networks
 from random_graphs import training_chain
 from training_steps import STEPS
 
 import remat_opt
+from remat_opt import optimize
 from remat_opt.planner import progress
 from remat_opt.planner.progress import SearchProgress
 from remat_opt.search import Problem, search_of
@@ -61,3 +64,14 @@ def test_planning_shows_a_long_search(monkeypatch) -> None:
     case = STEPS["has_aux"]()
     remat_opt.optimize(case.step, verify=False).plan(*case.make_args())
     assert "remat_opt: searching" in terminal.getvalue()
+
+
+@pytest.mark.short
+def test_the_seconds_told_are_all_that_pass_between_the_call_and_the_plan():
+    step = optimize(networks.sine_step, target="h200", verify=False)
+    arguments = networks.sine_arguments(width=64, layers=6, batch=256)
+    started = time.perf_counter()
+    step.plan(*arguments)
+    passed = time.perf_counter() - started
+    told = sum(step._planned.decision(arguments, {}).seconds.values())
+    assert 0.9 * passed <= told <= passed

@@ -11,7 +11,6 @@ import numpy as np
 import optax
 from flax import linen as nn
 from flax.training.train_state import TrainState
-from jax import lax
 
 from benchmarks.unseen.step import RAW_KEY, Unseen, cross_entropy, floats, sinusoids, tokens, updated, with_state
 
@@ -109,7 +108,7 @@ def neural_ode() -> Unseen:
             fourth = slope(params, time + size, x + size * third)
             return x + size / 6 * (first + 2 * second + 2 * third + fourth), None
 
-        x, _ = lax.scan(advance, inputs @ params["read_in"], jnp.arange(steps) * size)
+        x, _ = jax.lax.scan(advance, inputs @ params["read_in"], jnp.arange(steps) * size)
         return cross_entropy(x @ params["read_out"], labels).mean()
 
     params = {
