@@ -112,8 +112,16 @@ class Gaps:
         peak = int(live.max())
         seconds, flops = sum(graph.ops[op].seconds for op in ops), sum(graph.ops[op].flops for op in ops)
         recomputed = tuple(sorted(ops, key=self.problem.place.__getitem__))
-        above = float(np.maximum(live - budget, 0).sum())
-        return Eviction(reader, recomputed, peak, int(np.count_nonzero(live == peak)), seconds, flops, extends, above)
+        return Eviction(
+            reader,
+            recomputed,
+            peak,
+            int(np.count_nonzero(live == peak)),
+            seconds,
+            flops,
+            extends,
+            bytes_above(live, budget),
+        )
 
     @property
     def always_there(self) -> frozenset[int]:
@@ -164,3 +172,8 @@ def _joined(runs: Iterable[Run]) -> list[Run]:
         else:
             joined.append(run)
     return joined
+
+
+def bytes_above(live: np.ndarray, budget: int) -> float:
+    """Live bytes above a budget, summed over all moments."""
+    return float(np.maximum(live - budget, 0).sum())

@@ -15,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 
 from remat_opt.search.drop_recomputation import fill
-from remat_opt.search.eviction import Eviction, Gaps
+from remat_opt.search.eviction import Eviction, Gaps, bytes_above
 from remat_opt.search.problem import Problem, Solution, time_first
 
 _BEAM = 4
@@ -115,7 +115,7 @@ def _worth_most(problem: Problem, solution: Solution, lower: list[Solution]) -> 
 def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
     """A schedule within a budget, from one that is not, by evicting values; None where none was found."""
     beam, seen = [start], {_key(start)}
-    least, failed = _above(start, budget), 0
+    least, failed = bytes_above(start.liveness.live, budget), 0
     for _ in range(_MOST_STEPS):
         changes = [change for solution in beam for change in changes_of(problem, solution, budget)]
         promising = _best(changes, [change.eviction.above for change in changes], start, budget, _SIMULATED)
@@ -127,7 +127,7 @@ def lower(problem: Problem, start: Solution, budget: int) -> Solution | None:
             return min((fill(problem, solution, budget) for solution in fitting), key=time_first)
         if not found:
             return None
-        above = [_above(solution, budget) for solution in found]
+        above = [bytes_above(solution.liveness.live, budget) for solution in found]
         least, failed = (min(above), 0) if min(above) < least else (least, failed + 1)
         if failed == _PATIENCE:
             return None
@@ -184,7 +184,7 @@ def changes_of(problem: Problem, solution: Solution, budget: int) -> Iterator[Ch
 
 def _best(found: Sequence[Option], above: Sequence[float], start: Solution, budget: int, count: int) -> list[Option]:
     """Half for the fewest bytes above the budget, half for the least time for each byte that is lowered."""
-    at_start = _above(start, budget)
+    at_start = bytes_above(start.liveness.live, budget)
 
     def rate(index: int) -> float:
         lowered = at_start - above[index]
@@ -194,11 +194,6 @@ def _best(found: Sequence[Option], above: Sequence[float], start: Solution, budg
     by_rate = sorted(range(len(found)), key=lambda index: (rate(index), above[index]))
     best = dict.fromkeys((*by_height[: count // 2], *by_rate[:count]))
     return [found[index] for index in itertools.islice(best, count)]
-
-
-def _above(solution: Solution, budget: int) -> float:
-    """Bytes above a budget, over all moments."""
-    return float(np.maximum(solution.liveness.live - budget, 0).sum())
 
 
 def _key(solution: Solution) -> tuple[int, ...]:
