@@ -5,9 +5,11 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import equinox as eqx
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 
 import remat_opt
 from remat_opt import RematWarning, optimize
@@ -172,8 +174,6 @@ def test_state_of_a_step_with_nothing_to_gain_is_reported_too() -> None:
 
 
 def test_equinox_is_told_its_own_line() -> None:
-    eqx = pytest.importorskip("equinox")
-
     def eqx_step(model, x):
         return step(model, x)
 
@@ -194,8 +194,6 @@ def test_equinox_is_told_its_own_line() -> None:
 
 @pytest.mark.parametrize("is_jitted", [False, True])
 def test_nnx_is_told_its_own_line(is_jitted: bool) -> None:
-    nnx = pytest.importorskip("flax.nnx")
-
     class Model(nnx.Module):
         def __init__(self):
             self.weights = nnx.List([nnx.Param(weight) for weight in params()])

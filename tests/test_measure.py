@@ -5,6 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 import pytest
+from flax import nnx
 from jax.experimental import io_callback
 
 import remat_opt
@@ -164,7 +165,6 @@ def test_a_step_that_does_not_fit_the_device_is_said_to() -> None:
 
 
 def test_flax_modules_are_measured_as_nnx_jit_runs_them() -> None:
-    nnx = pytest.importorskip("flax.nnx")
     model = nnx.Linear(8, 8, rngs=nnx.Rngs(0))
 
     def step(model, x):

@@ -1,8 +1,10 @@
 """The rooms of the package and the one direction in which they may know each other (DEVELOPING.md)."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
@@ -12,7 +14,8 @@ import pytest
 
 pytestmark = pytest.mark.short
 
-PACKAGE = Path(__file__).parent.parent / "remat_opt"
+PROJECT = Path(__file__).parent.parent
+PACKAGE = PROJECT / "remat_opt"
 LONGEST_FILE, LONGEST_CLASS, LONGEST_FUNCTION = 400, 300, 60  # lines, docstrings included
 
 # What each room may import of the package, in the direction in which data goes. The files at the top may know every
@@ -202,3 +205,30 @@ assert not heavy, f"importing remat_opt loaded {sorted(heavy)}"
 def test_the_import_loads_and_changes_nothing_else() -> None:
     run = subprocess.run([sys.executable, "-c", IMPORT_ALONE], cwd=PACKAGE.parent, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
+
+
+def declared(extra: str, project: dict) -> set[str]:
+    """The distributions that the package with an extra asks for, those of the extras that it names included."""
+    names: set[str] = set()
+    for requirement in [*project["dependencies"], *project["optional-dependencies"][extra]]:
+        name, extras = re.match(r"([\w.-]+)(?:\[([\w,-]+)\])?", requirement).groups()
+        if name == "remat-opt":
+            names.update(*(declared(inner, project) for inner in extras.split(",")))
+        names.add(name)
+    return names
+
+
+@pytest.mark.parametrize("folder", ["tests", "benchmarks"])
+def test_what_the_tests_import_is_declared(folder: str) -> None:
+    """What a session installed by hand hides a missing dependency until a new machine runs the tests."""
+    project = tomllib.loads((PROJECT / "pyproject.toml").read_text())["project"]
+    files = list((PROJECT / folder).rglob("*.py"))
+    ours = {file.stem for file in files} | {"tests", "benchmarks", "remat_opt"}
+    imported = {
+        (node.module if isinstance(node, ast.ImportFrom) else node.names[0].name).split(".")[0]
+        for file in files
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module and not node.level)
+    }
+    foreign = imported - ours - sys.stdlib_module_names
+    assert not foreign - declared("test", project)
