@@ -5,6 +5,7 @@ import functools
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from random_graphs import Sketch, graphs_with_choices, training_chain, training_graphs, unfused_training_graphs
 
 from remat_opt.graph.derive import Choice, derive, early_order
@@ -221,18 +222,50 @@ def test_a_buffer_knows_its_reads() -> None:
     assert Buffer(value=0, size=1, birth=2, reads=()).death == 2
 
 
-@given(training_graphs())
-def test_buffers_add_up_to_the_live_bytes(graph: Graph) -> None:
+@given(training_graphs(), st.booleans())
+def test_buffers_add_up_to_the_live_bytes(graph: Graph, overwriting: bool) -> None:
+    graph = in_place(graph) if overwriting else graph
     result = simulate(graph, save_everything(graph))
     assert [sum(buffer.size for buffer in result.at(t)) for t in range(len(result.live))] == result.live.tolist()
 
 
+def in_place(graph: Graph) -> Graph:
+    """The same graph, whose ops read all their operands at the place where they write."""
+    ops = tuple(dataclasses.replace(op, same_place=op.inputs) for op in graph.ops)
+    return dataclasses.replace(graph, ops=ops)
+
+
 @settings(max_examples=300)
-@given(graphs_with_choices(max_layers=7))
-def test_the_simulation_agrees_with_the_rules_read_slowly(drawn: tuple[Graph, Choice]) -> None:
+@given(graphs_with_choices(max_layers=7), st.booleans())
+def test_the_simulation_agrees_with_the_rules_read_slowly(drawn: tuple[Graph, Choice], overwriting: bool) -> None:
     graph, choice = drawn
+    graph = in_place(graph) if overwriting else graph
     schedule = derive(graph, choice, early_order(graph))
     assert simulate(graph, schedule).live.tolist() == SlowSimulation(graph, schedule).live()
+
+
+def test_a_result_is_written_over_an_operand_of_its_size_that_nobody_reads_later() -> None:
+    sketch = Sketch()
+    made = sketch.op(size=10)
+    square = sketch.elementwise(made, size=10)
+    graph = fuse(sketch.graph(sketch.op(sketch.op(square, size=4), size=1))).graph
+    assert live_bytes(graph) == [10, 20, 14, 4, 0]
+    assert live_bytes(in_place(graph)) == [10, 10, 14, 4, 0]
+    assert simulate(in_place(graph), save_everything(graph)).at(1) == [Buffer(1, 10, 1, (2,))]
+    assert minimum_possible(in_place(graph)) == 14
+    later = dataclasses.replace(in_place(graph), outputs=(made, *graph.outputs), held=frozenset([made]))
+    assert live_bytes(later)[1] == 20  # what is read later stays
+
+
+def test_a_kernel_writes_over_what_it_reads_at_the_same_place_alone() -> None:
+    sketch = Sketch()
+    here, turned = sketch.op(size=8), sketch.op(size=8)
+    transposed = sketch.elementwise(turned, size=8)
+    both = sketch.elementwise(here, transposed, size=8)
+    graph = sketch.graph(sketch.op(both, size=1))
+    ops = [dataclasses.replace(op, same_place=(here, transposed) if op.outputs == (both,) else ()) for op in graph.ops]
+    kernels = fuse(dataclasses.replace(graph, ops=tuple(ops))).graph.ops
+    assert [op.same_place for op in kernels if op.outputs == (both,)] == [(here,)]
 
 
 def test_no_schedule_needs_less_than_one_op() -> None:
@@ -243,7 +276,7 @@ def test_no_schedule_needs_less_than_one_op() -> None:
 @settings(max_examples=300)
 @given(graphs_with_choices(max_layers=7))
 def test_the_minimum_possible_peak_is_below_that_of_any_schedule(drawn: tuple[Graph, Choice]) -> None:
-    graph, choice = drawn
+    graph, choice = in_place(drawn[0]), drawn[1]
     assert minimum_possible(graph) <= simulate(graph, derive(graph, choice, early_order(graph))).peak
 
 
@@ -367,6 +400,20 @@ class SlowSimulation:
             until = until if until > birth else -1
         return range(birth, until + 1)
 
+    def overwritten(self, moment: int) -> list[int]:
+        """The sizes of what an op writes its result over, of which there is one at most."""
+        what, index = self.moments[moment]
+        outputs = self.graph.ops[index].outputs if what == "op" else ()
+        if len(outputs) != 1 or not self.life((outputs[0], moment)):
+            return []
+        operands = (self.instance(v, moment) for v in self.graph.ops[index].same_place if v not in self.graph.inputs)
+        sizes = [
+            self.graph.sizes[v] for v, birth in operands if self.life((v, birth))[-1:] == range(moment, moment + 1)
+        ]
+        return [size for size in sizes if size == self.graph.sizes[outputs[0]]][:1]
+
     def live(self) -> list[int]:
         lives = [(self.graph.sizes[instance[0]], self.life(instance)) for instance in self.buffers()]
+        for moment in range(self.end):
+            lives += [(-size, range(moment, moment + 1)) for size in self.overwritten(moment)]
         return [sum(size for size, life in lives if moment in life) for moment in range(self.end + 1)]

@@ -26,7 +26,7 @@ from remat_opt.trace.flops import flops_of
 from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, inline
 from remat_opt.trace.platforms import GPUS
-from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, REDUCTION
+from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, PERMUTING, REDUCTION
 
 WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
 _DEFAULT = jax.lax.Precision.DEFAULT
@@ -64,6 +64,7 @@ def build(
     *,
     platform: str = "",
     keep_scatters: bool = False,
+    stores_shared: bool = False,
 ) -> Bridge:
     """Build the graph of a flat program as it is to be planned and written.
 
@@ -73,6 +74,7 @@ def build(
         donated: for each input of the program whether its buffer may be reused.
         platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
         keep_scatters: the backward passes of pools are to be as they were given; by default they are of two parts.
+        stores_shared: the compiler stores what several kernels read, as it does in a program that we do not write.
     """
     if not keep_scatters:
         program = by_places(program, platform)
@@ -91,7 +93,11 @@ def build(
         aliases=aliases_of(program, donated, constant_equations),
         constants=frozenset(constant_equations),
     )
-    fusion = fuse(unfused, with_sums=True)
+    fusion = fuse(
+        unfused,
+        with_sums=True,
+        is_stored_if_shared=lambda op: stores_shared and (platform == "cpu" or (platform in GPUS and op.expensive)),
+    )
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
         counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
         fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=tuple(counted)))
@@ -202,7 +208,16 @@ def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[in
         repeatable=can_recompute(program, equation),
         name=equation.primitive.name,
         expensive=equation.primitive in EXPENSIVE,
+        same_place=_read_at_the_same_place(equation, program, inputs) if kind is Kind.ELEMENTWISE else (),
     )
+
+
+def _read_at_the_same_place(equation: Equation, program: Program, operands: tuple[int, ...]) -> tuple[int, ...]:
+    """Operands of an elementwise equation that have the number that it needs where it writes its result."""
+    if equation.primitive in PERMUTING:
+        return ()
+    size = program.avals[equation.outputs[0]].size
+    return tuple(value for value in operands if program.avals[value].size == size)
 
 
 def _carried_in_place(

@@ -14,6 +14,9 @@ XLA fuses elementwise ops into their users, so that most values of a jaxpr are n
    the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
    connection wait for the layer before it to be recomputed; the sum is one buffer. A compiler would fuse it, so
    that it is written behind a barrier.
+5. Of the original step, a compiler stores a virtual value that several kernels read where it would not compute it in
+   each of them: XLA for CPUs any (`CpuInstructionFusion`), for GPUs expensive arithmetic (`PriorityFusion`). In what we
+   write, each run makes virtual values afresh.
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
 virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever
@@ -24,7 +27,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple
 
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -33,9 +36,13 @@ MOST_SOURCES = 16
 _STORED_OPERANDS = (Kind.CONTRACTION, Kind.OPAQUE)
 
 
+def _no_op(op: Op) -> bool:
+    return False
+
+
 def materialised(graph: Graph) -> list[bool]:
     """For each value, whether it is a buffer in the program as it was written."""
-    return _stored(graph, None)
+    return _stored(graph, None, _no_op)
 
 
 def _stored_by_kind(graph: Graph) -> list[bool]:
@@ -54,16 +61,18 @@ def _stored_by_kind(graph: Graph) -> list[bool]:
     return stored
 
 
-def _stored(graph: Graph, sums: set[int] | None) -> list[bool]:
-    """The same; with `sums`, rule 4 holds, and the values that it stores are added to it."""
+def _stored(graph: Graph, sums: set[int] | None, is_stored_if_shared: Callable[[Op], bool]) -> list[bool]:
+    """The same by rule 5, too; with `sums`, rule 4 holds, and the values that it stores are added to it."""
     if graph.fused:
         return [True] * len(graph.sizes)
     stored = _stored_by_kind(graph)
-    _store_what_is_expensive_to_fuse(graph, stored, sums)
+    _store_what_is_expensive_to_fuse(graph, stored, sums, is_stored_if_shared)
     return stored
 
 
-def _store_what_is_expensive_to_fuse(graph: Graph, stored: list[bool], sums: set[int] | None) -> None:
+def _store_what_is_expensive_to_fuse(
+    graph: Graph, stored: list[bool], sums: set[int] | None, is_stored_if_shared: Callable[[Op], bool]
+) -> None:
     sources: dict[int, frozenset[int]] = {}
     made_of: dict[int, list[int]] = {}  # for a buffer itself and the virtual values that are made of it
     passed_on, waits = (_passed_on(graph), _waiting(graph)) if sums is not None else ([], [])
@@ -76,7 +85,8 @@ def _store_what_is_expensive_to_fuse(graph: Graph, stored: list[bool], sums: set
                 continue
             readers, size = len(graph.users[value]), graph.sizes[value]
             moved = sum(graph.sizes[source] for source in read)
-            if readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
+            is_shared = readers > 1 and moved >= size > 0 and is_stored_if_shared(op)
+            if is_shared or readers * moved > moved + (1 + readers) * size or len(read) > MOST_SOURCES:
                 stored[value] = True
             elif (
                 sums is not None
@@ -160,15 +170,16 @@ class Fusion:
     sums: frozenset[int] = frozenset()
 
 
-def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
+def fuse(graph: Graph, *, with_sums: bool = False, is_stored_if_shared: Callable[[Op], bool] = _no_op) -> Fusion:
     """Merge virtual values into the kernels that read them, by rules 1 to 3.
 
     Args:
         graph: what `Fusion` is made of.
         with_sums: rule 4 holds, too.
+        is_stored_if_shared: the ops whose results rule 5 stores.
     """
     sums: set[int] = set()
-    stored = _stored(graph, sums if with_sums else None)
+    stored = _stored(graph, sums if with_sums else None, is_stored_if_shared)
     made: dict[int, _Virtual] = {}
     virtual: dict[int, int] = {}
     arithmetic = _ExpensiveArithmetic()
@@ -179,10 +190,13 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
         computed = [one for one in read.values() if one is not _BUFFER]
         inputs = _each_once((value,) if one is _BUFFER else one.sources for value, one in read.items())
         chain = _each_once(one.chain for one in computed)
+        moved = frozenset().union(
+            *((one.moved if value in op.same_place else (one.sources or (value,))) for value, one in read.items())
+        )
         by_expensive, beside = arithmetic.of(op)
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
-                made[value] = _Virtual(inputs, (*chain, index))
+                made[value] = _Virtual(inputs, (*chain, index), moved)
                 arithmetic.reads[value] = by_expensive, beside
             virtual.update(dict.fromkeys(op.outputs, index))
             continue
@@ -192,6 +206,7 @@ def fuse(graph: Graph, *, with_sums: bool = False) -> Fusion:
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
             expensive_operands=tuple(value for value in inputs if value in by_expensive and value in beside),
+            same_place=tuple(value for value in inputs if value not in moved),
         )
         kernels.append(kernel)
         op_of.append(index)
@@ -205,10 +220,12 @@ class _Virtual(NamedTuple):
     Attributes:
         sources: buffers that it is made of.
         chain: ops that make it from these.
+        moved: sources that it has at other places.
     """
 
     sources: tuple[int, ...]
     chain: tuple[int, ...]
+    moved: frozenset[int] = frozenset()
 
 
 _BUFFER = _Virtual((), ())

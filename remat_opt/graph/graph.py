@@ -40,6 +40,8 @@ class Op:
         workspace: bytes that are live only while it runs, beside its operands and results.
         expensive: elementwise, but too much arithmetic to be done in more than one kernel.
         expensive_operands: of a kernel, operands that it does expensive arithmetic on and reads beside that, too.
+        same_place: operands that it reads at the place alone where it writes, so that its result may be written over
+            one of as many bytes that nobody reads later.
     """
 
     inputs: tuple[int, ...]
@@ -52,6 +54,7 @@ class Op:
     workspace: int = 0
     expensive: bool = False
     expensive_operands: tuple[int, ...] = ()
+    same_place: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -153,6 +156,21 @@ class Graph:
         touched = Lists.make([(*op.inputs, *op.outputs) for op in self.ops])
         makes = itertools.chain.from_iterable([False] * len(op.inputs) + [True] * len(op.outputs) for op in self.ops)
         return Events(touched, Lists(np.fromiter(makes, dtype=bool), touched.start, touched.counts))
+
+    @functools.cached_property
+    def overwritable(self) -> np.ndarray:
+        """For each of `events.touched`, whether it is an operand that the op's one result may be written over."""
+        found: list[bool] = []
+        for op in self.ops:
+            fits = self.overwritable_by(op)
+            found += [value in fits for value in op.inputs] + [False] * len(op.outputs)
+        return np.array(found, dtype=bool)
+
+    def overwritable_by(self, op: Op) -> tuple[int, ...]:
+        """Operands that an op's one result may be written over."""
+        if len(op.outputs) != 1:
+            return ()
+        return tuple(value for value in op.same_place if self.sizes[value] == self.sizes[op.outputs[0]])
 
     @functools.cached_property
     def results(self) -> np.ndarray:

@@ -7,6 +7,9 @@ argument is still to be read.
 Every value of the graph has to be a buffer, as in the graphs of `fusion.fuse`. The positions of a schedule are its ops,
 in order, and one more before each recomputed run for its barrier. A barrier lengthens no lifetime, since all that it
 covers is read after it anyway. The workspace of an op is live while the op runs.
+
+An elementwise kernel writes its result over an operand of as many bytes that it reads last
+(XLA's `HloDataflowAnalysis::CanShareOperandBufferWithUser`): while it runs, the two count once.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import itertools
 import numpy as np
 
 from remat_opt.graph.fusion import materialised
-from remat_opt.graph.graph import Graph
+from remat_opt.graph.graph import Graph, Op
 from remat_opt.graph.schedule import Schedule, save_everything
 
 
@@ -45,6 +48,7 @@ class Lives:
         value, size, birth, death: as of `Buffer`.
         reader: the buffer of each read, as reads come, those of one buffer in the order of time.
         read_at: the positions of the same reads.
+        overwritable: whether the op that reads a buffer last may write its result over it.
     """
 
     value: np.ndarray
@@ -53,6 +57,7 @@ class Lives:
     death: np.ndarray
     reader: np.ndarray
     read_at: np.ndarray
+    overwritable: np.ndarray
 
     def __len__(self) -> int:
         return len(self.value)
@@ -88,10 +93,12 @@ class Liveness:
     Attributes:
         live: bytes live at each position, and at the return.
         lives: all buffers.
+        overwritten: the buffers that the op that reads them last writes its result over.
     """
 
     live: np.ndarray
     lives: Lives
+    overwritten: np.ndarray
 
     @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -124,8 +131,13 @@ class Liveness:
         return int(self.live.argmax()) if len(self.live) else 0
 
     def at(self, position: int) -> list[Buffer]:
-        """The buffers that are live at a position, the largest first."""
-        there = [buffer for buffer in self.buffers if buffer.birth <= position <= buffer.death and buffer.size]
+        """The buffers that are live at a position, the largest first; of two in one place that which is written."""
+        over = {*self.overwritten.tolist()}
+        there = [
+            buffer
+            for index, buffer in enumerate(self.buffers)
+            if buffer.size and buffer.birth <= position <= buffer.death - (index in over)
+        ]
         return sorted(there, key=lambda buffer: (-buffer.size, buffer.value))
 
 
@@ -143,7 +155,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     _share_places(graph, lives)
     live = bytes_live(lives.size, lives.birth, lives.death, end)
     live[positions] += graph.workspaces[ops]
-    return Liveness(live, lives)
+    overwritten = _overwritten(lives)
+    live[lives.death[overwritten]] -= lives.size[overwritten]
+    return Liveness(live, lives, overwritten)
 
 
 def bytes_live(size: np.ndarray, birth: np.ndarray, death: np.ndarray, end: int) -> np.ndarray:
@@ -167,11 +181,14 @@ def peak_of(graph: Graph) -> int:
 def minimum_possible(graph: Graph) -> int:
     """Bytes that no schedule's peak is below: what some op needs while it runs, its operands, results and workspace."""
     free = {*graph.inputs, *graph.outputs} - graph.held
-    needed = ({*op.inputs, *op.outputs} - free for op in graph.ops)
-    return max(
-        (op.workspace + sum(graph.sizes[v] for v in values) for op, values in zip(graph.ops, needed, strict=True)),
-        default=0,
-    )
+    return max((_needed(graph, op, free) for op in graph.ops), default=0)
+
+
+def _needed(graph: Graph, op: Op, free: set[int]) -> int:
+    buffers = {*op.inputs, *op.outputs} - free
+    if buffers.intersection(graph.overwritable_by(op)):
+        buffers -= {*op.outputs}
+    return op.workspace + sum(graph.sizes[value] for value in buffers)
 
 
 def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, int]:
@@ -197,6 +214,8 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
     at = np.zeros(len(value), dtype=np.int64)
     at[len(given) : len(value) - len(returned)] = np.repeat(positions, counts)
     at[len(value) - len(returned) :] = end
+    overwritable = np.zeros(len(value), dtype=bool)
+    overwritable[len(given) : len(value) - len(returned)] = graph.overwritable[which]
     order = stable_order(value, len(graph.sizes))
     made, by_value = is_make[order], value[order]
     first = np.flatnonzero(np.diff(by_value, prepend=-1))  # events of each value
@@ -211,8 +230,8 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
     number = (np.cumsum(is_make) - 1)[order[starts]]
     last = np.append(starts[1:], len(order))[: len(starts)] - 1  # the last event of each instance
     birth = at[is_make]
-    death = np.empty_like(birth)
-    death[number] = at[order[last]]
+    death, may_be_overwritten = np.empty_like(birth), np.empty_like(is_make, shape=len(birth))
+    death[number], may_be_overwritten[number] = at[order[last]], overwritable[order[last]]
     reader = np.repeat(number, last - starts)  # events of an instance stand behind the one that makes it
     values = value[is_make]
     size = graph.size_array[values]
@@ -224,7 +243,16 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
         death=death,
         reader=reader,
         read_at=at[order[~made]],
+        overwritable=may_be_overwritten,
     )
+
+
+def _overwritten(lives: Lives) -> np.ndarray:
+    """The first operand of each op that its result is written over."""
+    operands = np.flatnonzero(lives.overwritable & (lives.size > 0))
+    at, first = np.unique(lives.death[operands], return_index=True)
+    is_buffer = lives.size[np.searchsorted(lives.birth, at)] > 0  # the result, the first that is made at the position
+    return operands[first[is_buffer]]
 
 
 def _share_places(graph: Graph, lives: Lives) -> None:

@@ -62,11 +62,11 @@ def decision_of(candidate: Candidate, settings: Settings) -> Decision:
 def minimum_memory(planner: Planner) -> Decision:
     """The least memory for at most one more forward pass, or two; see `Variants.minimum_memory`."""
     candidate = planner.search(None)
-    if candidate.is_unchanged or candidate.peak > GAIN_THRESHOLD * planner.original.plain_peak:
+    if candidate.is_unchanged or candidate.peak > GAIN_THRESHOLD * planner.original.comparable_peak:
         candidate = min(planner.variants.reordered, candidate, key=lambda one: (one.is_unchanged, one.peak))
         if planner.compile is not None:  # compilers have an order of their own for the original step
             return by_the_compiler(planner, [candidate], compare_with_plain=True)
-        if candidate.peak >= GAIN_THRESHOLD * planner.original.plain_peak:
+        if candidate.peak >= GAIN_THRESHOLD * planner.original.comparable_peak:
             return planner.plain(
                 "nothing to gain: recomputing anything would not lower the peak "
                 f"({why_nothing_is_gained(planner.original.bridge)})"
@@ -89,10 +89,10 @@ def is_clear(planner: Planner, candidate: Candidate) -> bool:
     if original.captured.program.entered_checkpoints:
         return False
     is_tpu = original.target.platform == "tpu"
-    if is_tpu and original.plain_peak <= original.target.on_chip_bytes:
+    if is_tpu and original.comparable_peak <= original.target.on_chip_bytes:
         return False
     part = TOO_CLOSE_ON_A_TPU if is_tpu else TOO_CLOSE_TO_CALL
-    return candidate.peak <= part * original.plain_peak
+    return candidate.peak <= part * original.comparable_peak
 
 
 def by_the_compiler(planner: Planner, candidates: Sequence[Candidate], *, compare_with_plain: bool) -> Decision:

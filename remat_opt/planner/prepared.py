@@ -175,13 +175,25 @@ class Prepared:
     def _read_plain(self) -> Graph:
         if self.captured.original.entered_checkpoints and not compat.expands_barriers(self.target.platform):
             program = inline(compat.without_dead_code(self.captured.traced.jaxpr), merge_checkpoints=False)
-            return _bridge(program, self.captured, self.target, keep_scatters=True).graph
-        return self.unchanged.bridge.graph
+        else:
+            program = self.unchanged.captured.program
+        return _bridge(program, self.captured, self.target, keep_scatters=True, stores_shared=True).graph
 
     @functools.cached_property
     def plain_peak(self) -> int:
         """Predicted peak of the original step, in bytes of the device's memory."""
         return self.in_memory(peak_of(self.plain_graph))
+
+    @functools.cached_property
+    def comparable_peak(self) -> int:
+        """Predicted peak of the original step by what schedules are predicted by, or `plain_peak` if that is less.
+
+        Whether a schedule gains anything is decided by this: what compilers store beyond it, they may store in what we
+        write, too.
+        """
+        if self.original:
+            return self.original.comparable_peak
+        return min(self.plain_peak, self.in_memory(self.unchanged.problem.plain.peak))
 
     def in_memory(self, live: int) -> int:
         """Bytes in the device's memory if `live` bytes are live. On a TPU up to half of them may be on the chip."""
@@ -228,6 +240,5 @@ def _rates_of(target: Target) -> Rates:
     return Rates(target.bandwidth, target.flops, target.counts_flops)
 
 
-def _bridge(program: Program, captured: Captured, target: Target, *, keep_scatters: bool = False) -> Bridge:
-    rates = _rates_of(target)
-    return build(program, rates, captured.donated, platform=target.platform, keep_scatters=keep_scatters)
+def _bridge(program: Program, captured: Captured, target: Target, **options: bool) -> Bridge:
+    return build(program, _rates_of(target), captured.donated, platform=target.platform, **options)

@@ -36,6 +36,8 @@ MOVES = named(
     "broadcast_in_dim concatenate copy dynamic_slice dynamic_update_slice iota name pad reshape rev slice squeeze "
     "stop_gradient transpose"
 ) | {compat.pvary_p, compat.barrier_p, compat.layout_constraint_p}
+# Of elementwise work what reads its operands at other places than it writes.
+PERMUTING = named("broadcast_in_dim concatenate dynamic_slice pad rev slice transpose") | {SPREAD, BOTH}
 # What takes too many instructions for compilers to do it in more than one kernel.
 EXPENSIVE = named(
     "acos acosh asin asinh atan atan2 atanh cbrt cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt "
