@@ -158,6 +158,17 @@ def test_the_last_sum_of_two_buffers_is_a_buffer_in_what_is_written(read_again: 
     assert total in fuse(graph).virtual
 
 
+def test_what_a_compiler_does_not_compute_in_each_reader_is_a_buffer() -> None:
+    sketch = Sketch()
+    made = sketch.op(size=10, kind=Kind.CONTRACTION)
+    shared, single, smaller = (sketch.elementwise(made, size=size) for size in (10, 10, 4))
+    totals = [sketch.op(value, size=1, kind=Kind.REDUCTION) for value in (shared, shared, single, smaller, smaller)]
+    graph = sketch.graph(*totals)
+    assert set(fuse(graph).virtual) == {shared, single, smaller}
+    assert set(fuse(graph, is_stored_if_shared=lambda op: op.outputs != (smaller,)).virtual) == {single, smaller}
+    assert set(fuse(graph, is_stored_if_shared=lambda op: op.outputs == (single,)).virtual) == {shared, single, smaller}
+
+
 def test_saving_everything_is_one_run_in_program_order() -> None:
     graph = diamond()
     schedule = save_everything(graph)

@@ -403,14 +403,16 @@ class SlowSimulation:
     def overwritten(self, moment: int) -> list[int]:
         """The sizes of what an op writes its result over, of which there is one at most."""
         what, index = self.moments[moment]
-        outputs = self.graph.ops[index].outputs if what == "op" else ()
-        if len(outputs) != 1 or not self.life((outputs[0], moment)):
+        op = self.graph.ops[index]
+        if what != "op" or len(op.outputs) != 1 or not self.life((op.outputs[0], moment)):
             return []
-        operands = (self.instance(v, moment) for v in self.graph.ops[index].same_place if v not in self.graph.inputs)
-        sizes = [
-            self.graph.sizes[v] for v, birth in operands if self.life((v, birth))[-1:] == range(moment, moment + 1)
+        operands = [self.instance(value, moment) for value in op.same_place if value not in self.graph.inputs]
+        dying = [(value, birth) for value, birth in operands if self.life((value, birth)) == range(birth, moment + 1)]
+        passed_no_barrier = [
+            value for value, birth in dying if all(self.moments[at][0] == "op" for at in range(birth, moment))
         ]
-        return [size for size in sizes if size == self.graph.sizes[outputs[0]]][:1]
+        size = self.graph.sizes[op.outputs[0]]
+        return [size for value in passed_no_barrier if self.graph.sizes[value] == size][:1]
 
     def live(self) -> list[int]:
         lives = [(self.graph.sizes[instance[0]], self.life(instance)) for instance in self.buffers()]

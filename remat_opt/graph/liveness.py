@@ -9,7 +9,8 @@ in order, and one more before each recomputed run for its barrier. A barrier len
 covers is read after it anyway. The workspace of an op is live while the op runs.
 
 An elementwise kernel writes its result over an operand of as many bytes that it reads last
-(XLA's `HloDataflowAnalysis::CanShareOperandBufferWithUser`): while it runs, the two count once.
+(XLA's `HloDataflowAnalysis::CanShareOperandBufferWithUser`): while it runs, the two count once. What has passed a
+barrier is no operand of the kernel's own, and is not written over.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     _share_places(graph, lives)
     live = bytes_live(lives.size, lives.birth, lives.death, end)
     live[positions] += graph.workspaces[ops]
-    overwritten = _overwritten(lives)
+    overwritten = _overwritten(lives, np.flatnonzero(np.bincount(positions, minlength=end) == 0))
     live[lives.death[overwritten]] -= lives.size[overwritten]
     return Liveness(live, lives, overwritten)
 
@@ -247,9 +248,10 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
     )
 
 
-def _overwritten(lives: Lives) -> np.ndarray:
+def _overwritten(lives: Lives, barriers: np.ndarray) -> np.ndarray:
     """The first operand of each op that its result is written over."""
-    operands = np.flatnonzero(lives.overwritable & (lives.size > 0))
+    has_no_barrier = np.searchsorted(barriers, lives.birth) == np.searchsorted(barriers, lives.death)
+    operands = np.flatnonzero(lives.overwritable & has_no_barrier & (lives.size > 0))
     at, first = np.unique(lives.death[operands], return_index=True)
     is_buffer = lives.size[np.searchsorted(lives.birth, at)] > 0  # the result, the first that is made at the position
     return operands[first[is_buffer]]
