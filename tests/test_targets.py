@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.live_buffers import read_live_buffers
 from remat_opt.targets import (
     TARGETS,
     CompilationOutOfMemory,
@@ -19,7 +20,6 @@ from remat_opt.targets import (
     is_attached,
     measure_flat,
     read_figures,
-    read_live_buffers,
     remote,
     reports_gaps_twice,
     resolve_target,
@@ -288,7 +288,8 @@ def test_an_old_libtpu_reports_gaps_between_buffers_twice(tmp_path: Path) -> Non
         return [jnp.sum((one @ weights) * (other @ weights))]
 
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16 * unit, 512), (512, 512), (512, 512))]
-    figures = measure_flat(step, avals, target="v5e", dump_to=tmp_path)
+    with Worker(resolve_target("v5e"), dump_to=tmp_path) as worker:
+        figures = measure_flat(step, avals, target="v5e", worker=worker)
     peak = read_live_buffers(tmp_path)
     gaps = peak.allocated_bytes - peak.live_bytes
     assert gaps > 0.02 * peak.allocated_bytes

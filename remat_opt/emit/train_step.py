@@ -26,6 +26,7 @@ from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.rewrites.masks import is_zero
 from remat_opt.rewrites.slices import Slice, at_once
 from remat_opt.trace import compat
+from remat_opt.trace.evaluation import bind, make_on_demand
 from remat_opt.trace.inline import Constant, Equation, scope_of
 from remat_opt.trace.platforms import GPUS
 
@@ -173,10 +174,10 @@ class _Writer:
             if are_worth_a_barrier([aval]):
                 (inputs[0],), inputs[2] = zeros_after([aval], inputs[2])
         scope = scope_of(self.program, equation) if again else None
-        with compat.equation_context(equation.source_info, equation.context, scope):
-            if equation.primitive is P.scan_p and (awaited := self.awaited_by(equation)):
+        if equation.primitive is P.scan_p and (awaited := self.awaited_by(equation)):
+            with compat.equation_context(equation.source_info, equation.context, scope):
                 return loop_with_late_stacks(equation.params, inputs, awaited)
-            return compat.bind_equation(equation.primitive, equation.params, inputs)
+        return bind(equation, inputs, scope)
 
     def awaited_by(self, equation: Equation) -> range:
         """Operands of a loop that its stacks are to wait for: what it starts from, and what it goes through."""
@@ -199,34 +200,18 @@ class _Writer:
         if atom not in self.bridge.on_demand:
             return environment[atom]
         if atom not in on_demand:
-            self.make_on_demand(atom, environment, on_demand)
-        return on_demand[atom]
 
-    def make_on_demand(self, wanted: int, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
-        """Evaluate a constant or virtual value and all it needs; without recursion, since chains may be long."""
-        stack = [wanted]
-        while stack:
-            if stack[-1] in on_demand:
-                stack.pop()
-                continue
-            equation = self.program.equations[self.bridge.on_demand[stack[-1]]]
-            missing = [
-                atom
-                for atom in equation.inputs
-                if not isinstance(atom, Constant) and atom in self.bridge.on_demand and atom not in on_demand
-            ]
-            if missing:
-                stack.extend(missing)
-                continue
-            on_demand.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
-            self.note_sources(equation)
-            stack.pop()
+            def run(equation: Equation) -> list[Any]:
+                self.note_sources(equation)
+                return self.bind(equation, environment, on_demand)
+
+            make_on_demand(self.program, self.bridge.on_demand, atom, on_demand, run)
+        return on_demand[atom]
 
     def note_sources(self, equation: Equation) -> None:
         if self.sources.keys() >= set(equation.outputs):
             return
-        read = [atom for atom in equation.inputs if not isinstance(atom, Constant)]
-        sources = frozenset().union(*(self.sources.get(value, (value,)) for value in read))
+        sources = frozenset().union(*(self.sources.get(value, (value,)) for value in equation.reads))
         for output in equation.outputs:
             self.sources[output] = sources
             for source in sources:
@@ -269,8 +254,8 @@ class _Writer:
         found: dict[int, bool] = {}
         stack = [self.bridge.equation_of[op] for op in reversed(ops)]
         while stack:
-            for atom in self.program.equations[stack.pop()].inputs:
-                if isinstance(atom, Constant) or atom not in self.bridge.on_demand or atom in found:
+            for atom in self.program.equations[stack.pop()].reads:
+                if atom not in self.bridge.on_demand or atom in found:
                     continue
                 found[atom] = atom in made and bool(self.sources[atom])  # constants are made afresh
                 if atom not in made:

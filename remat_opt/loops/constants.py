@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_opt.loops.body import evaluate
+from remat_opt.trace.evaluation import evaluate
 from remat_opt.trace.inline import Constant, Program
 from remat_opt.trace.primitives import ELEMENTWISE
 
@@ -29,13 +29,6 @@ def make_afresh(program: Program, known: dict[int, int], values: Iterable[Any]) 
     return made
 
 
-def equations_for(program: Program, known: dict[int, int], values: Iterable[Any]) -> list[int]:
+def equations_for(program: Program, known: dict[int, int], values: Iterable[Any]) -> tuple[int, ...]:
     """The equations that make the constant ones among some values, in program order."""
-    needed: set[int] = set()
-    stack = [value for value in values if value in known]
-    while stack:
-        index = known[stack.pop()]
-        if index not in needed:
-            needed.add(index)
-            stack.extend(x for x in program.equations[index].inputs if not isinstance(x, Constant))
-    return sorted(needed)
+    return program.slice_back(value for value in values if value in known).equations

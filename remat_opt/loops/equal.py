@@ -29,20 +29,15 @@ def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:
         return atom if atom in known else str(program.avals[atom])
 
     def size(atom: Atom) -> str:
-        return str(atom.aval if isinstance(atom, Constant) else program.avals[atom])
+        return str(program.aval_of(atom))
 
     loops = []
     for loop in (pair.forward, pair.backward):
-        numbers = tuple(
-            value for equation in loop.body.equations for value in (*_values(equation.inputs), *equation.outputs)
-        )
-        ends = (*_values(loop.body.inputs), *_values(loop.body.outputs))
+        numbers = [*loop.body.inputs, *(x if isinstance(x, int) else None for x in loop.body.outputs)]
+        for equation in loop.body.equations:
+            numbers += (x if isinstance(x, int) else None for x in (*equation.inputs, *equation.outputs))
         results = tuple(str(program.avals[value]) for value in loop.equation.outputs)
         operands = (*map(constant, loop.constants), *map(size, (*loop.first_carry, *loop.xs)))
-        loops.append((fingerprint(loop.body), numbers, ends, operands, results))
+        loops.append((fingerprint(loop.body), tuple(numbers), operands, results))
     handed_over = (tuple(sorted(pair.consumed.items())), pair.residual_ys, pair.kept_ys)
     return (*loops, pair.length, pair.forward.reverse, handed_over, update and update.gradients)
-
-
-def _values(atoms: tuple[Atom, ...]) -> tuple[int | None, ...]:
-    return tuple(None if isinstance(atom, Constant) else atom for atom in atoms)

@@ -1,31 +1,19 @@
-"""One pair of loops with all that was decided about it: what its two loops read, keep and make when rewritten."""
+"""One pair of loops with all that was decided about it: what its two loops read, save and make when rewritten."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from remat_opt.loops.body import Atom, Loop, read
+from remat_opt.loops.body import Loop
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.constants import make_afresh
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import JointStep, Recomputation, Recomputations, joint_step
 from remat_opt.loops.steps import Emit, StepSearch
 from remat_opt.loops.update import Update
-from remat_opt.trace.inline import Constant, Program
-
-
-@dataclasses.dataclass(frozen=True)
-class StepBody:
-    """A step of the reverse loop with a schedule of its own.
-
-    Attributes:
-        step: the step as a program.
-        emit: evaluates it on its inputs.
-    """
-
-    step: JointStep
-    emit: Emit
+from remat_opt.trace.evaluation import read
+from remat_opt.trace.inline import Constant, Program, values_among
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -75,7 +63,7 @@ class PairPlan:
     @property
     def groups(self) -> tuple[Chunks, ...]:
         """Two levels: the chunks but the last one; none with one level."""
-        return self.choice.groups(self.pair.length) if self.choice.chunk is not None else ()
+        return self.choice.groups(self.pair.length)
 
     @property
     def last_chunk(self) -> int:
@@ -84,7 +72,7 @@ class PairPlan:
 
     @property
     def residuals_of_last_chunk(self) -> tuple[int, ...]:
-        """Values of the forward body that the forward loop keeps for the last chunk, but its last step."""
+        """Values of the forward body that the forward loop saves for the last chunk, but its last step."""
         return self.repeats.last_chunk.in_chunk if self.groups and self.last_chunk > 1 else ()
 
     # The reverse loop
@@ -116,25 +104,26 @@ class PairPlan:
 
     @property
     def reverse_operands(self) -> tuple[int, ...]:
-        """Values of the program that the reverse loop reads, beside what the forward loop hands over."""
+        """Values of the program that the reverse loop reads, in addition to what the forward loop hands over."""
         forward, backward = self.pair.forward, self.pair.backward
         reads = self.repeats.reads
         own_xs = [x for at, x in enumerate(backward.xs) if at not in self.pair.consumed]
         constants = [*backward.constants]
         constants += [a for a, v in zip(forward.constants, forward.body_constants, strict=True) if v in reads]
-        atoms: list[Atom] = [a for a in constants if isinstance(a, Constant) or a not in self.constant]
+        atoms = [a for a in constants if a not in self.constant]
         atoms += [*backward.first_carry, *own_xs]
         atoms += [a for a, v in zip(forward.xs, forward.body_xs, strict=True) if v in reads]
-        atoms += [forward.ys[y] for y in self.repeats.given.values()]
+        atoms += [forward.ys[y] for y in self.repeats.stacked.values()]
         if self.update:
             atoms += [*self.update.stacks, *self.update.others]
-        return tuple(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Constant)))
+        return tuple(values_among(atoms))
 
-    def scheduled(self, again: Recomputation) -> StepBody | None:
+    def scheduled(self, recomputation: Recomputation) -> tuple[JointStep, Emit] | None:
         """A step of the reverse loop as the choice has it scheduled; None leaves it in its own order."""
         if self.choice.step_bytes is None or self.steps is None:
             return None
-        step = joint_step(self.pair, again, self.program)
-        cost = self.steps.costs(step).chosen(self.choice.step_bytes, is_alone=again is self.repeats.alone)
+        step = joint_step(self.pair, recomputation, self.program)
+        is_alone = recomputation is self.repeats.alone
+        cost = self.steps.costs(step).chosen(self.choice.step_bytes, is_alone=is_alone)
         emit = self.steps.written(step, cost.peak)
-        return StepBody(step, emit) if emit else None
+        return (step, emit) if emit else None

@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from remat_opt.graph.cost import Rates
 from remat_opt.loops.recomputation import JointStep
 
 ABOUT_NOTHING = 0.005  # of a step's FLOPs
@@ -53,7 +54,7 @@ class StepCosts:
         return next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
 
     def chosen(self, most_bytes: int | None, *, is_alone: bool) -> StepCost:
-        """Of a step that starts from its carries alone, or of one whose chunk kept residuals for it."""
+        """Of a step that starts from nothing but its carries, or of one whose chunk saved residuals for it."""
         return self.within(most_bytes) if is_alone else self.sparing(most_bytes)
 
     def sparing(self, most_bytes: int | None) -> StepCost:
@@ -66,7 +67,9 @@ class StepCosts:
 
 
 class StepSearch(Protocol):
-    """Schedules steps of reverse loops: what a step repeats need not all be there at its beginning."""
+    """Schedules steps of reverse loops: what a step recomputes need not all be there at its beginning."""
+
+    rates: Rates
 
     def costs(self, step: JointStep) -> StepCosts:
         """What a step can be."""

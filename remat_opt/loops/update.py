@@ -16,9 +16,9 @@ from jax import lax
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.build import bytes_of
-from remat_opt.loops.body import read
 from remat_opt.loops.pairs import Pair
 from remat_opt.trace import compat
+from remat_opt.trace.evaluation import bind, read
 from remat_opt.trace.inline import Constant, Equation, Program
 from remat_opt.trace.primitives import ELEMENTWISE
 
@@ -81,13 +81,8 @@ class _Search:
         self.program = program
         self.pair = pair
         self.given_of = given_of
-        self.returned = {x for x in program.outputs if not isinstance(x, Constant)}
-        self.users: dict[int, set[int]] = {}
-        self.producer: dict[int, int] = {}
-        for index, equation in enumerate(program.equations):
-            self.producer.update(dict.fromkeys(equation.outputs, index))
-            for x in _values(equation):
-                self.users.setdefault(x, set()).add(index)
+        self.returned = program.returned
+        self.users = {value: set(readers) for value, readers in program.readers.items()}
         loops = {pair.backward_index, *(other.backward_index for other in pairs)}
         self.after_loops = self.dependent_on(loops)
 
@@ -96,7 +91,7 @@ class _Search:
         found: set[int] = set()
         for index, equation in enumerate(self.program.equations):
             late_effect = equation.effects and index > self.pair.backward_index
-            if index in loops or late_effect or not found.isdisjoint(_values(equation)):
+            if index in loops or late_effect or not found.isdisjoint(equation.reads):
                 found.update(equation.outputs)
         return found
 
@@ -117,13 +112,13 @@ class _Search:
         made = set(gradients)
         for index in range(self.pair.backward_index + 1, len(self.program.equations)):
             equation = self.program.equations[index]
-            if self.fits(equation, made) and not made.isdisjoint(_values(equation)):
+            if self.fits(equation, made) and not made.isdisjoint(equation.reads):
                 region.add(index)
                 made.update(equation.outputs)
         pending = list(region)
         while pending:
-            for x in _values(self.program.equations[pending.pop()]):
-                index = self.producer.get(x)
+            for x in self.program.equations[pending.pop()].reads:
+                index = self.program.producer.get(x)
                 if x in made or index is None or x in self.after_loops or x in self.returned:
                     continue
                 equation = self.program.equations[index]
@@ -187,8 +182,8 @@ class _Search:
                     continue
                 part.add(index)
                 equation = self.program.equations[index]
-                near = made.intersection((*_values(equation), *equation.outputs))
-                stack.extend(i for v in near for i in (*self.users.get(v, ()), self.producer[v]) if i in region)
+                near = made.intersection((*equation.reads, *equation.outputs))
+                stack.extend(i for v in near for i in (*self.users.get(v, ()), self.program.producer[v]) if i in region)
             parts.append(part)
             todo -= part
         return parts
@@ -199,7 +194,7 @@ class _Search:
 
     def result(self, region: set[int], gradients: set[int]) -> Update:
         inside = {v for index in region for v in self.program.equations[index].outputs} | gradients
-        read_by = dict.fromkeys(x for index in sorted(region) for x in _values(self.program.equations[index]))
+        read_by = dict.fromkeys(x for index in sorted(region) for x in self.program.equations[index].reads)
         outside = [x for x in read_by if x not in inside]
         stacks = tuple(x for x in outside if self.is_stack(x))
         results = tuple(self.results(region))
@@ -235,14 +230,10 @@ def update_slices(program: Program, update: Update, environment: dict[int, Any])
     for index in update.equations:
         equation = program.equations[index]
         inputs = [read(atom, environment) for atom in equation.inputs]
-        with compat.equation_context(equation.source_info, equation.context):
-            if equation.primitive is P.broadcast_in_dim_p:
-                shape = program.avals[equation.outputs[0]].shape[1:]
+        if equation.primitive is P.broadcast_in_dim_p:
+            shape = program.avals[equation.outputs[0]].shape[1:]
+            with compat.equation_context(equation.source_info, equation.context):
                 results = [lax.broadcast_in_dim(inputs[0], shape, ())]
-            else:
-                results = compat.bind_equation(equation.primitive, equation.params, inputs)
+        else:
+            results = bind(equation, inputs)
         environment.update(zip(equation.outputs, results, strict=True))
-
-
-def _values(equation: Equation) -> list[int]:
-    return [x for x in equation.inputs if not isinstance(x, Constant)]

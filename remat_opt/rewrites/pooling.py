@@ -74,11 +74,7 @@ class _Rewriting:
     def __init__(self, program: Program):
         self.program = program
         self.avals = list(program.avals)
-        self.producer = {value: index for index, one in enumerate(program.equations) for value in one.outputs}
-        self.readers: dict[int, list[int]] = {}
-        for index, equation in enumerate(program.equations):
-            for value in {atom for atom in equation.inputs if isinstance(atom, int)}:
-                self.readers.setdefault(value, []).append(index)
+        self.producer, self.readers = program.producer, program.readers
         self.instead: dict[int, Equation] = {}  # by the index of the equation that makes the result
         self.inserted_after: dict[int, list[Equation]] = {}  # what comes next; -1 for the beginning
         self.gone: set[int] = set()
@@ -105,7 +101,7 @@ class _Rewriting:
         source, operand = equation.inputs
         (at,) = {self.producer[value] for value in equation.outputs}
         mask = self.mask_after(equation)
-        aval = operand.aval if isinstance(operand, Constant) else self.avals[operand]
+        aval = self.program.aval_of(operand)
         pool = _pool(equation)
         params = {"pool": pool, "rectified": mask is not None}
         given = jax.ShapeDtypeStruct(aval.shape, aval.dtype)

@@ -26,10 +26,6 @@ class CompilationFailed(RuntimeError):
     """The target's compiler refused the program; the message holds the compiler's own words, shortened."""
 
 
-class CompilationTimeout(CompilationFailed, TimeoutError):
-    """The compiler took longer than the caller allowed."""
-
-
 class CompilationOutOfMemory(CompilationFailed):
     """The compiler refuses a program that does not fit the device (TPU compilers do, GPU compilers do not).
 

@@ -27,7 +27,7 @@ def images_of(program: Program) -> frozenset[int]:
     for equation in program.equations:
         if equation.primitive not in _OF_IMAGES:
             continue
-        made_of = {x for x in (*equation.inputs, *equation.outputs) if isinstance(x, int)}
+        made_of = {*equation.reads, *equation.outputs}
         if equation.primitive is P.conv_general_dilated_p:
             filters |= made_of & {_filter_of(equation, program)}
         images |= {x for x in made_of if len(program.avals[x].shape) > 2}
@@ -62,7 +62,7 @@ def _filter_of(equation: Equation, program: Program) -> int | Constant:
     operand and its result."""
     numbers = equation.params["dimension_numbers"]
     second, result = equation.inputs[1], equation.outputs[0]
-    shapes = [x.aval.shape if isinstance(x, Constant) else program.avals[x].shape for x in (second, result)]
+    shapes = [program.aval_of(x).shape for x in (second, result)]
     window, image = (
         math.prod(shape[at] for at in spec[2:])
         for shape, spec in zip(shapes, (numbers.rhs_spec, numbers.out_spec), strict=True)
@@ -83,8 +83,8 @@ def _done_alike(program: Program) -> Iterator[tuple[int, int]]:
     for equation in program.equations:
         if equation.primitive not in ELEMENTWISE:
             continue
-        for x, result in itertools.product(equation.inputs, equation.outputs):
-            if isinstance(x, int) and program.avals[x].shape == program.avals[result].shape:
+        for x, result in itertools.product(equation.reads, equation.outputs):
+            if program.avals[x].shape == program.avals[result].shape:
                 yield x, result
 
 
@@ -95,6 +95,6 @@ def _cut_of_arrays(program: Program) -> Iterator[tuple[int, int]]:
     for equation in program.equations:
         if equation.primitive not in (P.slice_p, P.pad_p, P.concatenate_p, P.rev_p, compat.split_p):
             continue
-        for x, result in itertools.product(equation.inputs, equation.outputs):
-            if isinstance(x, int) and program.avals[x].ndim == program.avals[result].ndim >= 4:
+        for x, result in itertools.product(equation.reads, equation.outputs):
+            if program.avals[x].ndim == program.avals[result].ndim >= 4:
                 yield x, result

@@ -8,7 +8,8 @@ free. Control flow (`scan`, `while`, `cond`, `shard_map`) stays one equation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,24 @@ class Equation:
     source_info: Any
     context: Any
 
+    @property
+    def reads(self) -> list[int]:
+        """The operands that are no literals, each once."""
+        return values_among(self.inputs)
+
+
+def values_among(atoms: Iterable[int | Constant]) -> list[int]:
+    """The operands that are no literals, each once."""
+    return list(dict.fromkeys(x for x in atoms if isinstance(x, int)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardSlice:
+    """The equations of a program that make some values, by index and in program order, and what they start from."""
+
+    equations: tuple[int, ...]
+    reads: frozenset[int]
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
@@ -70,6 +89,42 @@ class Program:
     def aval_of(self, x: int | Constant) -> Any:
         """The type of what an equation reads."""
         return x.aval if isinstance(x, Constant) else self.avals[x]
+
+    @functools.cached_property
+    def returned(self) -> frozenset[int]:
+        """The values among the outputs."""
+        return frozenset(values_among(self.outputs))
+
+    @functools.cached_property
+    def producer(self) -> dict[int, int]:
+        """For each value that an equation makes the index of the equation."""
+        return {value: index for index, equation in enumerate(self.equations) for value in equation.outputs}
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """For each value that equations read their indices."""
+        found: dict[int, list[int]] = {}
+        for index, equation in enumerate(self.equations):
+            for value in equation.reads:
+                found.setdefault(value, []).append(index)
+        return found
+
+    def slice_back(self, wanted: Iterable[int | Constant], available: Collection[int] = ()) -> BackwardSlice:
+        """The equations that make `wanted`; they read inputs of the program and `available` values."""
+        equations: set[int] = set()
+        reads: set[int] = set()
+        stack = values_among(wanted)
+        while stack:
+            value = stack.pop()
+            index = self.producer.get(value)
+            if value in available or index is None:
+                reads.add(value)
+            elif index not in equations:
+                equations.add(index)
+                stack += self.equations[index].reads
+        return BackwardSlice(
+            tuple(sorted(equations)), frozenset(reads.difference(value for value, _ in self.constants))
+        )
 
     @property
     def has_references(self) -> bool:
@@ -262,12 +317,12 @@ class _Inliner:
         return outputs
 
     def alive(self, outputs: Sequence[int | Constant]) -> tuple[Equation, ...]:
-        needed = {atom for atom in outputs if not isinstance(atom, Constant)}
+        needed = {*values_among(outputs)}
         kept = []
         for equation in reversed(self.equations):
             if equation.effects or not needed.isdisjoint(equation.outputs):
                 kept.append(equation)
-                needed.update(atom for atom in equation.inputs if not isinstance(atom, Constant))
+                needed.update(equation.reads)
         return tuple(reversed(kept))
 
 
