@@ -260,7 +260,7 @@ def test_a_step_that_is_scheduled_needs_less():
     (pair,) = find_pairs(found.program).pairs
     costs = PairCosts(pair, found.program, prepared.rates, None, prepared.step_search())
     schedules = costs.steps(frozenset(), None).costs
-    most = schedules.within(int(0.9 * schedules.in_order.peak)).peak
+    most = schedules.chosen(int(0.9 * schedules.in_order.peak)).peak
     measured = []
     for choice in (LoopChoice(), LoopChoice(step_bytes=most)):
         options = PairOptions((costs.option(choice),), 1.0)

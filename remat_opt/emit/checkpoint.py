@@ -170,14 +170,8 @@ class _Writer:
     def checkpoint(
         self, segment: Segment, passing: Sequence[int], saved: frozenset[int], environment: dict[int, Any]
     ) -> None:
-        """Evaluate a segment under `jax.checkpoint`; what it makes for others is added to the environment.
-
-        Args:
-            segment: what to evaluate.
-            passing: values that pass through it.
-            saved: what segments around this one keep.
-            environment: all values so far.
-        """
+        """Evaluate a segment, and values that pass through it, under `jax.checkpoint`; what it makes is added to the
+        environment. `saved` is what segments around it save."""
         named_inside = saved | segment.saved
         reads, makes = self.boundary(segment)
         covered, results = list(dict.fromkeys((*reads, *passing))), [*makes, *passing]

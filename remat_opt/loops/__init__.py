@@ -9,7 +9,6 @@ gain. `steps.py` is the interface (`StepSearch`) by which a loop gets a schedule
 
 Writing: `pair_plan.py` is one pair with all that was decided about it. `rewrite.py` puts new loops into the program;
 `forward.py` traces the forward one and says how both are written, `reverse.py` traces the reverse one,
-`reverse_step.py` one step of that; `stacks.py` has the stacks by which they hand values on, `constants.py` the values
-that loops make afresh. `update.py` moves the optimizer's update inside. `inside.py` rewrites the bodies of loops,
-branches and maps.
+`reverse_step.py` one step of that; `stacks.py` has the stacks by which they hand values on. `update.py` moves the
+optimizer's update inside. `inside.py` rewrites the bodies of loops, branches and maps.
 """

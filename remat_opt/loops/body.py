@@ -69,13 +69,7 @@ def is_loop(equation: Equation) -> bool:
 
 
 def read_loop(program: Program, equation: Equation, *, keep_checkpoints: bool) -> Loop:
-    """Flatten the body of a `scan`.
-
-    Args:
-        program: that the scan is part of.
-        equation: the scan.
-        keep_checkpoints: leave the user's own `jax.checkpoint` regions in the body as single equations.
-    """
+    """Flatten the body of a `scan`; `keep_checkpoints` as of `inline`."""
     constants, carry = compat.scan_counts(equation.params)
     body = body_of(program, equation, equation.params["jaxpr"], keep_checkpoints=keep_checkpoints)
 
@@ -90,13 +84,6 @@ def read_loop(program: Program, equation: Equation, *, keep_checkpoints: bool) -
 
 
 def body_of(program: Program, equation: Equation, jaxpr: Any, *, keep_checkpoints: bool) -> Program:
-    """Flatten a body of an equation.
-
-    Args:
-        program: that the equation is part of.
-        equation: a loop.
-        jaxpr: the body, one of the equation's parameters.
-        keep_checkpoints: leave the user's own `jax.checkpoint` regions in the body as single equations.
-    """
+    """Flatten a body, one of an equation's parameters; `keep_checkpoints` as of `inline`."""
     body = inline(jaxpr, keep_checkpoints=keep_checkpoints)
     return within(program, equation, in_two_parts(by_comparison(body) if program.compares else body))

@@ -88,21 +88,10 @@ class LoopChoices:
         """The pairs that are rewritten."""
         found = []
         for at, choice in self.chosen:
-            original, picked = None, None
-            if self.options:
-                original, picked = self.options[at].options[0].bytes, self._picked(at, choice).bytes
-            found.append(WrittenPair(self.pairs[at].length, choice, original, picked))
+            options = self.options[at].options if self.options else ()
+            sizes = {option.choice: option.bytes for option in options}
+            found.append(WrittenPair(self.pairs[at].length, choice, sizes.get(None), sizes.get(choice)))
         return tuple(found)
-
-    @property
-    def extra_flops(self) -> float:
-        """FLOPs beyond those of the loops as they are."""
-        return sum(self._picked(at, choice).extra_flops for at, choice in self.chosen)
-
-    @property
-    def extra_seconds(self) -> float:
-        """Estimated seconds beyond those of the loops as they are."""
-        return sum(self._picked(at, choice).extra_seconds for at, choice in self.chosen)
 
     @property
     def most_extra(self) -> float:
@@ -111,9 +100,6 @@ class LoopChoices:
             return MOST_EXTRA
         recurrent = any(self.options[at].is_recurrent for at, _ in self.chosen)
         return MOST_EXTRA_TWICE if recurrent else MOST_EXTRA
-
-    def _picked(self, at: int, choice: LoopChoice) -> Option:
-        return next(option for option in self.options[at].options if option.choice == choice)
 
 
 def choose(

@@ -19,7 +19,6 @@ from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import Chunks, LoopChoice
-from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.division import ChunkKind, LastChunk
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import Recomputation, joint_step, recomputation
@@ -169,11 +168,11 @@ class PairCosts:
     @functools.cached_property
     def is_recurrent(self) -> bool:
         """Whether the steps have their weights in common, as over time, and not one slice of stacks each, as layers."""
-        loop, known = self.pair.forward, constant_equations(self.program)
+        loop = self.pair.forward
         in_common = [
             value
             for value, atom in zip(loop.body_constants, loop.constants, strict=True)
-            if not isinstance(atom, Constant) and atom not in known
+            if not isinstance(atom, Constant) and atom not in self.program.constant
         ]
         return self.body_bytes(in_common) > self.body_bytes(loop.body_xs)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from remat_opt.loops.body import Atom
-from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.update import Update
 from remat_opt.trace.fingerprint import fingerprint
@@ -13,20 +12,13 @@ from remat_opt.trace.inline import Constant, Program
 
 
 def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:
-    """The same for two pairs of a program whose bytes, FLOPs and seconds are the same however they are written.
-
-    Args:
-        program: the flat step.
-        pair: the loops.
-        update: what could move into the reverse loop.
-    """
-    known = constant_equations(program)
+    """The same for two pairs of a program whose bytes, FLOPs and seconds are the same however they are written."""
 
     def constant(atom: Atom) -> Hashable:
         """What depends on no input is made afresh in the body, and so are literals; all else only has a size."""
         if isinstance(atom, Constant):
             return "literal", str(atom.aval), str(atom.value)
-        return atom if atom in known else str(program.avals[atom])
+        return atom if atom in program.constant else str(program.avals[atom])
 
     def size(atom: Atom) -> str:
         return str(program.aval_of(atom))

@@ -32,11 +32,7 @@ from remat_opt.trace.evaluation import evaluate, read
 
 
 def run_forward(plan: PairPlan, operands: dict[int, Any]) -> tuple[list[Any], list[Any]]:
-    """Run the forward loop of a pair.
-
-    Args:
-        plan: the pair, and what was decided about it.
-        operands: the forward scan's operands by value of the program.
+    """Run the forward loop of a pair on the forward scan's operands, by value of the program.
 
     Returns:
         One value for each of `PairPlan.forward_results`, and what the reverse loop is to be given.

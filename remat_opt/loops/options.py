@@ -54,15 +54,7 @@ def pair_options(
     update: Update | None = None,
     steps: StepSearch | None = None,
 ) -> PairOptions:
-    """List what can be done to a pair.
-
-    Args:
-        program: the flat step.
-        pair: two of its scans.
-        rates: the target.
-        update: the optimizer's update, where the reverse loop could do it.
-        steps: searches schedules of a step of the reverse loop.
-    """
+    """List what can be done to a pair; arguments as of `PairCosts`."""
     costs = PairCosts(pair, program, rates, update, steps)
     return PairOptions(tuple(_Options(costs).all()), costs.original_flops, costs.is_recurrent)
 

@@ -84,12 +84,7 @@ OFFLOADED = "its body moves residuals to the host's memory and back"
 
 
 def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
-    """Pair each backward scan with the earlier scan of equal length and opposite direction it gets most bytes from.
-
-    Args:
-        program: the flat step.
-        keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
-    """
+    """Pair each backward scan with the earlier scan of equal length and opposite direction it gets most bytes from."""
     makers = {v: i for i, e in enumerate(program.equations) if is_loop(e) for v in _ys(e)}
     taken: set[int] = set()
     pairs, left = [], []

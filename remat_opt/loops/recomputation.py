@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
-from remat_opt.loops.constants import constant_equations, equations_for
 from remat_opt.loops.pairs import Pair
 from remat_opt.trace.inline import BackwardSlice, Constant, Equation, Program
 
@@ -139,23 +138,16 @@ class JointStep:
 
 
 def joint_step(pair: Pair, recomputed: Recomputation, program: Program) -> JointStep:
-    """One step of the reverse loop as a program.
-
-    Args:
-        pair: the loops.
-        recomputed: what the step recomputes.
-        program: that the loops are part of.
-    """
+    """One step of the reverse loop as a program."""
     forward, backward = pair.forward.body, pair.backward.body
     shift = len(forward.avals)
-    known = constant_equations(program)
     first = shift + len(backward.avals)  # of the program's own values
     instead: dict[int, Atom] = {}
     for loop, start in ((pair.forward, 0), (pair.backward, shift)):
         for value, atom in zip(loop.body_constants, loop.constants, strict=True):
             if isinstance(atom, Constant):
                 instead[value + start] = atom
-            elif atom in known:
+            elif atom in program.constant:
                 instead[value + start] = first + atom
     for at, y in pair.consumed.items():
         atom = pair.forward.body_ys[y]
@@ -172,7 +164,8 @@ def joint_step(pair: Pair, recomputed: Recomputation, program: Program) -> Joint
     given -= {value for index in recomputed.residuals.equations for value in forward.equations[index].outputs}
     cotangents = [value + shift for value in pair.backward.body_carry]
     constants = [value + shift for value in pair.backward.body_constants]
-    made = equations_for(program, known, (x - first for x in instead.values() if not isinstance(x, Constant)))
+    fresh = (x - first for x in instead.values() if isinstance(x, int))
+    made = program.slice_back(value for value in fresh if value in program.constant).equations
     joint = Program(
         avals=(*forward.avals, *backward.avals, *program.avals),
         inputs=tuple(value for value in (*sorted(given), *constants, *cotangents, *own) if value not in instead),

@@ -33,13 +33,7 @@ class SavedOfChunk:
 
 
 class ReverseLoop:
-    """The reverse loop while it is being traced.
-
-    Args:
-        plan: the pair, and what was decided about it.
-        operands: `PairPlan.reverse_operands` by value of the program.
-        handed_over: the second result of `run_forward`.
-    """
+    """The reverse loop while it is being traced; `handed_over` is the second result of `run_forward`."""
 
     def __init__(self, plan: PairPlan, operands: dict[int, Any], handed_over: Sequence[Any]):
         self.plan = plan
@@ -99,13 +93,8 @@ class ReverseLoop:
         return last, stacked, in_place
 
     def chunks_in_reverse(self, state: Any, group: int, before: int) -> Any:
-        """The chunks of a group, the last one first.
-
-        Args:
-            state: the backward carry, the stacks that are updated in place, and the stacks of results.
-            group: which one.
-            before: steps of the loop before it.
-        """
+        """The chunks of a group, the last one first; `before` steps of the loop come before them. The state is the
+        backward carry, the stacks that are updated in place, and the stacks of results."""
         chunks = self.plan.groups[group]
 
         def one_chunk(state, number):
@@ -134,14 +123,7 @@ class ReverseLoop:
         return self.pair.length - 1 - step if self.pair.forward.reverse else step
 
     def run_in_reverse(self, state: Any, first_step: Any, length: int, saved: SavedOfChunk) -> Any:
-        """Run one chunk in reverse.
-
-        Args:
-            state: the backward carry, the stacks that are updated in place, and the stacks of results.
-            first_step: its first step in the loop.
-            length: steps in it.
-            saved: what there is of its steps.
-        """
+        """Run one chunk of `length` steps in reverse; the state as of `chunks_in_reverse`."""
 
         def in_reverse(state, numbers, recomputation, saved_of):
             def step(state, number):
@@ -165,14 +147,7 @@ class ReverseLoop:
         return in_reverse(state, numbers, saved.recomputation, saved.of) if len(numbers) else state
 
     def recompute_forward(self, group: int, number: Any, first_step: Any, in_place: list[Any]) -> SavedOfChunk:
-        """What the steps of one chunk start from, carries and saved residuals: stacks of the chunk's size.
-
-        Args:
-            group: of which chunks.
-            number: which one of them.
-            first_step: its first step in the loop.
-            in_place: the stacks that are updated in place.
-        """
+        """What the steps of one chunk start from, carries and saved residuals: stacks of the chunk's size."""
         forward, chunk = self.pair.forward, self.plan.groups[group].steps
         recomputation, alone = self.repeats.of_group[group], self.repeats.alone
         reads, positions = recomputation.forward.reads, recomputation.forward_carries

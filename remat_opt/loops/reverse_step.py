@@ -146,12 +146,7 @@ class ReverseStep:
     def both_passes(
         self, recomputation: Recomputation, forward: dict[int, Any], backward: dict[int, Any]
     ) -> tuple[list[Any], list[Any]]:
-        """What a step recomputes of the forward body, then the backward body.
-
-        Args:
-            recomputation: what is recomputed.
-            forward: values of the forward body that are there.
-            backward: values of the backward body that are there.
+        """What a step recomputes of the forward body, then the backward body, on the values of both that are there.
 
         Returns:
             The backward body's next carry and its slices of stacks.

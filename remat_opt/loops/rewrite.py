@@ -10,7 +10,6 @@ import jax
 
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
-from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.costs import PairCosts
 from remat_opt.loops.forward import run_forward
 from remat_opt.loops.pair_plan import PairPlan
@@ -63,7 +62,6 @@ class Splicing:
         self.program = program
         self.tracing = Tracing(program.avals, program.constants)
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
-        self.constant = constant_equations(program)
         self.run_once: set[int] = set()
         self.workspaces: dict[int, int] = {}
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
@@ -85,7 +83,7 @@ class Splicing:
             v for v, readers in program.readers.items() if not absorbed.issuperset(readers)
         }
         repeats = recomputations(pair, choice)
-        plan = PairPlan(program, pair, choice, repeats, update, self.constant, read_later, separate_slices, steps)
+        plan = PairPlan(program, pair, choice, repeats, update, read_later, separate_slices, steps)
         # The reverse loop may read results of the forward loop that nothing else reads: a stack that is handed back.
         plan = dataclasses.replace(plan, read_later=plan.read_later.union(plan.reverse_operands))
 
@@ -122,12 +120,7 @@ class Splicing:
             self.workspaces[regions[0].outputs[0]] = needed
 
     def trace(self, index: int, emit: Emit, operands: Sequence[Atom]) -> list[Atom]:
-        """Put what a function does in the place of an equation.
-
-        Args:
-            index: which equation.
-            emit: what is done, on a value for each of `operands`.
-            operands: values of the program, also new ones.
+        """Put what is done on some operands in the place of an equation; the values of the results.
 
         Returns:
             The values of the function's results.
@@ -140,12 +133,9 @@ class Splicing:
         return results
 
     def replace(self, index: int, emit: Emit, workspace: int | None = None) -> None:
-        """Put what gives the same results in the place of an equation.
+        """Put what gives the same results, as one equation with a body, in the place of an equation.
 
-        Args:
-            index: which equation.
-            emit: what is done instead on its operands, as one equation with a body.
-            workspace: bytes that its body needs, where that is known.
+        `workspace` are the bytes that the body needs, where that is known.
         """
         old = self.program.equations[index]
 

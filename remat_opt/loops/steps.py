@@ -47,23 +47,17 @@ class StepCosts:
         """The step in its own order."""
         return self.schedules[-1]
 
-    def within(self, most_bytes: int | None) -> StepCost:
-        """The least time with a peak of so many bytes, or the least memory; None is the step in its own order."""
+    def chosen(self, most_bytes: int | None, *, is_alone: bool = True) -> StepCost:
+        """The least time with a peak of so many bytes, or the least memory; None is the step in its own order.
+
+        Of a step whose chunk saved residuals for it the least memory for about those FLOPs: it reads more of its
+        operands from stacks than its costs know, as slices that a compiler stores.
+        """
         if most_bytes is None:
             return self.in_order
-        return next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
-
-    def chosen(self, most_bytes: int | None, *, is_alone: bool) -> StepCost:
-        """Of a step that starts from nothing but its carries, or of one whose chunk saved residuals for it."""
-        return self.within(most_bytes) if is_alone else self.sparing(most_bytes)
-
-    def sparing(self, most_bytes: int | None) -> StepCost:
-        """The least memory for about the FLOPs of `within`: for a step that reads more of its operands from stacks than
-        its costs know, as slices that a compiler stores."""
-        if most_bytes is None:
-            return self.in_order
-        most = self.within(most_bytes).extra_flops + ABOUT_NOTHING * self.flops
-        return next(one for one in self.schedules if one.extra_flops <= most)
+        fitting = next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
+        most = fitting.extra_flops + ABOUT_NOTHING * self.flops
+        return fitting if is_alone else next(one for one in self.schedules if one.extra_flops <= most)
 
 
 class StepSearch(Protocol):
@@ -76,5 +70,5 @@ class StepSearch(Protocol):
         ...
 
     def written(self, step: JointStep, most_bytes: int) -> Emit | None:
-        """The step as `StepCosts.within` has it; None where that is its own order."""
+        """The step as `StepCosts.chosen` has it; None where that is its own order."""
         ...

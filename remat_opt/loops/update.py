@@ -172,21 +172,20 @@ class _Search:
         return kept, kept_gradients
 
     def connected(self, region: set[int], made: set[int]) -> list[set[int]]:
-        parts: list[set[int]] = []
-        todo = set(region)
-        while todo:
-            part, stack = set(), [min(todo)]
-            while stack:
-                index = stack.pop()
-                if index in part:
-                    continue
-                part.add(index)
-                equation = self.program.equations[index]
-                near = made.intersection((*equation.reads, *equation.outputs))
-                stack.extend(i for v in near for i in (*self.users.get(v, ()), self.program.producer[v]) if i in region)
-            parts.append(part)
-            todo -= part
-        return parts
+        """The region in parts that have none of the values `made` in common."""
+        parts: list[tuple[set[int], set[int]]] = []  # equations, and values that they make or read
+        for index in sorted(region):
+            equation = self.program.equations[index]
+            joined, values = {index}, made.intersection((*equation.reads, *equation.outputs))
+            others = []
+            for part in parts:
+                if values.isdisjoint(part[1]):
+                    others.append(part)
+                else:
+                    joined |= part[0]
+                    values |= part[1]
+            parts = [*others, (joined, values)]
+        return [equations for equations, _ in parts]
 
     def results(self, region: set[int]) -> list[int]:
         values = [v for index in sorted(region) for v in self.program.equations[index].outputs]
@@ -220,13 +219,7 @@ class _Search:
 
 
 def update_slices(program: Program, update: Update, environment: dict[int, Any]) -> None:
-    """Evaluate an update's equations on slices.
-
-    Args:
-        program: the flat step.
-        update: what to evaluate.
-        environment: one slice for each gradient and stack, and the others as they are; results are added.
-    """
+    """Evaluate an update's equations on one slice of each gradient and stack, and on the others as they are."""
     for index in update.equations:
         equation = program.equations[index]
         inputs = [read(atom, environment) for atom in equation.inputs]

@@ -94,13 +94,7 @@ def reports_gaps_twice(platform: str) -> bool:
 
 
 def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0) -> Figures:
-    """The figures of a function that was compiled for the attached device.
-
-    Args:
-        compiled: what `jax.jit(...).lower(...).compile()` returns.
-        target: the target of the attached device.
-        compile_seconds: wall time that the compiler took.
-    """
+    """The figures of a function that was compiled for the attached device."""
     return figures_of(compiled_figures(compiled, target.platform, compile_seconds), target)
 
 

@@ -110,7 +110,6 @@ def _shardings(exported: Any, axes: list[list[Any]], devices: Any) -> tuple[list
 def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> dict[str, Any]:
     """Compile one exported program for the devices, and read the compiler's figures."""
     import jax
-    import jax.numpy as jnp
 
     exported = jax.export.deserialize(serialised)
     given, out_shardings = _shardings(exported, request["mesh"], devices)
@@ -121,11 +120,12 @@ def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> di
     donated = tuple(position for position, i in enumerate(kept) if i in request["donated"])
 
     def program(*values):
-        given = dict(zip(kept, values, strict=True))
         # The module does not read the arguments that it does not keep.
-        return exported.call(
-            *(given[i] if i in given else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(exported.in_avals))
-        )
+        given = dict(zip(kept, values, strict=True))
+        for i, aval in enumerate(exported.in_avals):
+            if i not in given:
+                given[i] = jax.lax.full(aval.shape, 0, aval.dtype)
+        return exported.call(*(given[i] for i in range(len(exported.in_avals))))
 
     jitted = jax.jit(program, donate_argnums=donated, keep_unused=True, out_shardings=out_shardings)
     lowered = jitted.lower(*arguments)

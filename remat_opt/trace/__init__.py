@@ -4,8 +4,8 @@
 checkpoints are entered, equal equations merged; its `can_recompute` decides whether an equation may run twice.
 `evaluation.py` evaluates equations, `traced.py` traces a function in the place of one. `compat.py` is the only file
 that reaches into private JAX, and has the sets of primitives that may not run twice (`STATEFUL`, `COLLECTIVES`);
-`effects.py` finds these in an equation and its inner jaxprs. `supported.py` checks the version of JAX at the import.
-`flops.py` counts FLOPs: a rule for a primitive is an entry of its table.
+`effects.py` finds these in an equation and its inner jaxprs, `nested.py` changes such jaxprs. `supported.py` checks the
+version of JAX at the import. `flops.py` counts FLOPs: a rule for a primitive is an entry of its table.
 
 Facts about a program: `primitives.py` (elementwise, reductions, moves), `avals.py` (types), `images.py` (which values
 are images), `unrolled.py` (which a compiler cuts into pieces), `names.py` (what values are called), `scopes.py` (name

@@ -153,13 +153,7 @@ def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
 
 @contextlib.contextmanager
 def equation_context(source_info: Any, context: Any, scope: str | None = None) -> Iterator[None]:
-    """The source line, the name stack and the configuration that an equation was traced under.
-
-    Args:
-        source_info: of the equation.
-        context: of the equation.
-        scope: one more name, in front of the equation's own.
-    """
+    """The source line, name stack (with a scope in front) and configuration that an equation was traced under."""
     outer = source_info_util.current_name_stack()
     name_stack = (outer if scope is None else outer.extend(scope)) + source_info.name_stack
     with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager:

@@ -21,14 +21,8 @@ def bind(equation: Equation, inputs: Sequence[Any], scope: str | None = None) ->
 
 
 def evaluate(program: Program, equations: Iterable[int], environment: dict[int, Any], *, again: bool = False) -> None:
-    """Evaluate some equations of a program on values or tracers; what is in the environment already stays.
-
-    Args:
-        program: the flat program.
-        equations: indices, in program order.
-        environment: values by id; results are added.
-        again: whether they have run before.
-    """
+    """Evaluate equations, by index in program order, on values or tracers; what is in the environment already stays.
+    `again`: they have run before."""
     for value, constant in program.constants:
         environment.setdefault(value, constant)
     for index in equations:

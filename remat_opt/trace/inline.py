@@ -18,6 +18,7 @@ from jax.extend.core import primitives
 
 from remat_opt.trace import compat
 from remat_opt.trace.effects import communicates, is_stateful
+from remat_opt.trace.primitives import ELEMENTWISE
 from remat_opt.trace.scopes import recomputed_scope
 from remat_opt.trace.unrolled import unstacked
 
@@ -108,6 +109,15 @@ class Program:
             for value in equation.reads:
                 found.setdefault(value, []).append(index)
         return found
+
+    @functools.cached_property
+    def constant(self) -> dict[int, int]:
+        """For each value that depends on no input (a mask, zeros) the index of the equation that makes it."""
+        known: dict[int, int] = {}
+        for index, equation in enumerate(self.equations):
+            if equation.primitive in ELEMENTWISE and known.keys() >= {*equation.reads}:
+                known.update(dict.fromkeys(equation.outputs, index))
+        return known
 
     def slice_back(self, wanted: Iterable[int | Constant], available: Collection[int] = ()) -> BackwardSlice:
         """The equations that make `wanted`; they read inputs of the program and `available` values."""

@@ -13,12 +13,7 @@ from remat_opt.trace.inline import Constant, Equation, inline
 
 
 class Tracing:
-    """New equations of a program, which is longer by their values and constants.
-
-    Args:
-        avals: of the program's values.
-        constants: the program's constants by value.
-    """
+    """New equations of a program, which is longer by their values and constants."""
 
     def __init__(self, avals: Sequence[Any], constants: Sequence[tuple[int, Any]]):
         self.avals = list(avals)
@@ -28,12 +23,7 @@ class Tracing:
     def instead(
         self, function: Callable[..., Sequence[Any]], equation: Equation, operands: Sequence[int | Constant]
     ) -> tuple[list[Equation], list[int | Constant]]:
-        """What a function does instead of an equation, in its place and context.
-
-        Args:
-            function: gives a list of results for one array for each operand.
-            equation: the original.
-            operands: values of the program, also new ones.
+        """The equations of a function, in the place and context of another equation, and the values of its results.
 
         Returns:
             The equations, and the values of the results.
