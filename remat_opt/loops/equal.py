@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable
 
 from remat_opt.loops.body import Atom
+from remat_opt.loops.pair_plan import PairPlan
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.update import Update
+from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
 from remat_opt.trace.inline import Constant, Program
 
@@ -33,3 +35,20 @@ def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:
         loops.append((fingerprint(loop.body), tuple(numbers), operands, results))
     handed_over = (tuple(sorted(pair.consumed.items())), pair.residual_ys, pair.kept_ys)
     return (*loops, pair.length, pair.forward.reverse, handed_over, update and update.gradients)
+
+
+def written_alike(plan: PairPlan) -> Hashable | None:
+    """The same for two pairs of a program whose new loops differ in nothing but their operands; None where that is not
+    known: of updates, and where names tell devices which pair is recomputed."""
+    if plan.update is not None or plan.program.marks is not None:
+        return None
+    loops = (plan.pair.forward.equation, plan.pair.backward.equation)
+    atoms = [atom for loop in loops for atom in (*loop.inputs, *loop.outputs)]
+    numbers: dict[Atom, int] = {}
+    return (
+        pair_key(plan.program, plan.pair, None),
+        plan.choice,
+        tuple(numbers.setdefault(atom, len(numbers)) for atom in atoms),
+        tuple(str(atom.value) if isinstance(atom, Constant) else atom in plan.read_later for atom in atoms),
+        tuple(compat.place_of(loop.source_info) for loop in loops),
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,6 +11,7 @@ import jax
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.costs import PairCosts
+from remat_opt.loops.equal import written_alike
 from remat_opt.loops.forward import run_forward
 from remat_opt.loops.pair_plan import PairPlan
 from remat_opt.loops.pairs import Pair
@@ -62,6 +63,8 @@ class Splicing:
         self.program = program
         self.tracing = Tracing(program.avals, program.constants)
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
+        self.parts: dict[Hashable, Program] = {}  # what was traced for one of equal pairs, by `written_alike`
+        self.needed: dict[Hashable, int] = {}  # the workspace of its reverse loop
         self.run_once: set[int] = set()
         self.workspaces: dict[int, int] = {}
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
@@ -87,13 +90,15 @@ class Splicing:
         # The reverse loop may read results of the forward loop that nothing else reads: a stack that is handed back.
         plan = dataclasses.replace(plan, read_later=plan.read_later.union(plan.reverse_operands))
 
+        key = written_alike(plan)
+
         operands = pair.forward.equation.reads
 
         def forward(values: Sequence[Any]) -> list[Any]:
             results, handed_over = run_forward(plan, dict(zip(operands, values, strict=True)))
             return [*results, *handed_over]
 
-        made = self.trace(pair.forward_index, forward, operands)
+        made = self.trace(pair.forward_index, forward, operands, key and (key, "forward"))
         results, handed_over = made[: len(plan.forward_results)], made[len(plan.forward_results) :]
         self.rename(plan.forward_results, results)
 
@@ -104,29 +109,36 @@ class Splicing:
 
         # Two levels are two loops, which hand stacks from one to the other in place: one operation to all others.
         written = reverse if choice.chunk is None else in_one_equation(reverse)
-        self.rename(plan.reverse_results, self.trace(pair.backward_index, written, [*reads, *handed_over]))
+        made = self.trace(pair.backward_index, written, [*reads, *handed_over], key and (key, "reverse"))
+        self.rename(plan.reverse_results, made)
         for index in absorbed - {pair.backward_index}:
             self.instead[index] = []
         if steps is not None and (choice.step_bytes is not None or choice.chunk is not None):
-            self.note_workspace(pair, choice, steps)
+            self.note_workspace(plan, steps, key)
 
-    def note_workspace(self, pair: Pair, choice: LoopChoice, steps: StepSearch) -> None:
+    def note_workspace(self, plan: PairPlan, steps: StepSearch, key: Hashable) -> None:
         """Keep what a reverse loop needs whose steps are scheduled, or which lets go of stacks before it is done: that
         cannot be read off what was written."""
-
-        _, needed = PairCosts(pair, self.program, steps.rates, None, steps).memory(choice)
-        regions = [one for one in self.instead[pair.backward_index] if compat.jaxprs_in(one.params)]
+        needed = self.needed.get(key)
+        if needed is None:
+            _, needed = PairCosts(plan.pair, self.program, steps.rates, None, steps).memory(plan.choice)
+        if key is not None:
+            self.needed[key] = needed
+        regions = [one for one in self.instead[plan.pair.backward_index] if compat.jaxprs_in(one.params)]
         if len(regions) == 1:
             self.workspaces[regions[0].outputs[0]] = needed
 
-    def trace(self, index: int, emit: Emit, operands: Sequence[Atom]) -> list[Atom]:
+    def trace(self, index: int, emit: Emit, operands: Sequence[Atom], key: Hashable = None) -> list[Atom]:
         """Put what is done on some operands in the place of an equation; the values of the results.
 
-        Returns:
-            The values of the function's results.
+        It is traced once for all that have the same key.
         """
-        old = self.program.equations[index]
-        self.instead[index], results = self.tracing.instead(lambda *values: emit(values), old, operands)
+        part = self.parts.get(key)
+        if part is None:
+            part = self.tracing.traced(lambda *values: emit(values), self.program.equations[index], operands)
+        if key is not None:
+            self.parts[key] = part
+        self.instead[index], results = self.tracing.placed(part, operands)
         for equation in self.instead[index]:
             if compat.jaxprs_in(equation.params):
                 self.run_once.update(equation.outputs)

@@ -81,5 +81,6 @@ def _compared(program: Program, equation: Equation, tracing: Tracing) -> list[Eq
         places = lax.broadcasted_iota(counted, array.shape, axis)
         return [lax.select(places == index, number, lax.full(array.shape, 0, array.dtype))]
 
-    equations, _ = tracing.instead(put, equation, equation.inputs[1:])
+    operands = equation.inputs[1:]
+    equations, _ = tracing.placed(tracing.traced(put, equation, operands), operands)
     return [*equations[:-1], dataclasses.replace(equations[-1], outputs=equation.outputs)]

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from remat_opt.trace import compat
-from remat_opt.trace.inline import Constant, Equation, inline
+from remat_opt.trace.inline import Constant, Equation, Program, inline
 
 
 class Tracing:
@@ -20,21 +20,18 @@ class Tracing:
         self.constants = list(constants)
         self.known = {id(constant): value for value, constant in constants}
 
-    def instead(
-        self, function: Callable[..., Sequence[Any]], equation: Equation, operands: Sequence[int | Constant]
-    ) -> tuple[list[Equation], list[int | Constant]]:
-        """The equations of a function, in the place and context of another equation, and the values of its results.
-
-        Returns:
-            The equations, and the values of the results.
-        """
+    def traced(self, function: Callable[..., Any], equation: Equation, operands: Sequence[int | Constant]) -> Program:
+        """A function of some operands as a program, traced in the place and context of an equation."""
 
         def in_context(*arrays: Any) -> Sequence[Any]:
             with compat.equation_context(equation.source_info, equation.context):
                 return function(*arrays)
 
         avals = [x.aval if isinstance(x, Constant) else self.avals[x] for x in operands]
-        part = inline(compat.without_dead_code(jax.make_jaxpr(in_context)(*avals)), keep_checkpoints=True)
+        return inline(compat.without_dead_code(jax.make_jaxpr(in_context)(*avals)), keep_checkpoints=True)
+
+    def placed(self, part: Program, operands: Sequence[int | Constant]) -> tuple[list[Equation], list[int | Constant]]:
+        """The equations of what was traced, on some operands, and the values of its results."""
         number: dict[int, int | Constant] = dict(zip(part.inputs, operands, strict=True))
         for value, constant in part.constants:
             if id(constant) not in self.known:
