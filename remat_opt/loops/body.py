@@ -21,6 +21,9 @@ class Loop:
 
     Attributes:
         equation: the equation; its operands are [constants, carry, xs], its results [carry, ys].
+        length: number of steps.
+        reverse: whether it runs from the last index to the first.
+        unroll: steps that are written out in one round of the loop.
         body: one step as a flat program, with the same order of inputs and outputs.
         constants: operands that are the same in every step, as values of the outer program, as are the next four.
         first_carry: the carry before the first step.
@@ -35,6 +38,9 @@ class Loop:
     """
 
     equation: Equation
+    length: int
+    reverse: bool
+    unroll: Any
     body: Program
     constants: tuple[Atom, ...]
     first_carry: tuple[Atom, ...]
@@ -46,21 +52,6 @@ class Loop:
     body_xs: tuple[int, ...]
     next_carry: tuple[Atom, ...]
     body_ys: tuple[Atom, ...]
-
-    @property
-    def length(self) -> int:
-        """Number of steps."""
-        return self.equation.params["length"]
-
-    @property
-    def reverse(self) -> bool:
-        """Whether it runs from the last index to the first."""
-        return self.equation.params["reverse"]
-
-    @property
-    def unroll(self) -> Any:
-        """Steps that are written out in one round of the loop."""
-        return self.equation.params["unroll"]
 
 
 def is_loop(equation: Equation) -> bool:
@@ -80,7 +71,9 @@ def read_loop(program: Program, equation: Equation, *, keep_checkpoints: bool) -
         return atoms[:carry], atoms[carry:]
 
     outside = (*operands(equation.inputs), *results(equation.outputs))
-    return Loop(equation, body, *outside, *operands(body.inputs), *results(body.outputs))
+    length, reverse, unroll = (equation.params[name] for name in ("length", "reverse", "unroll"))
+    inside = (*operands(body.inputs), *results(body.outputs))
+    return Loop(equation, length, reverse, unroll, body, *outside, *inside)
 
 
 def body_of(program: Program, equation: Equation, jaxpr: Any, *, keep_checkpoints: bool) -> Program:

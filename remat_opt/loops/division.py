@@ -100,10 +100,8 @@ def divide(
     Returns:
         For each limit the division with the fewest extra FLOPs, None where nothing fits.
     """
-    unit = unit_of(length)
-    kinds = _worth_trying([kind for kind in kinds if kind.steps % unit == 0 and kind.steps < length])
-    groups = (most_groups, group_flops)
-    return _Search(length, unit, kinds, last, first_bytes, np.asarray(limits, np.int64), groups).found()
+    search = _Search(length, kinds, last, first_bytes, np.asarray(limits, np.int64), most_groups, group_flops)
+    return search.found()
 
 
 def unit_of(length: int) -> int:
@@ -129,22 +127,23 @@ class _Search:
     def __init__(
         self,
         length: int,
-        unit: int,
         kinds: Sequence[ChunkKind],
         last: Sequence[LastChunk],
         first_bytes: int,
         limits: np.ndarray,
-        groups: tuple[int, float],
+        most_groups: int,
+        group_flops: float,
     ):
-        self.length, self.unit, self.kinds, self.last = length, unit, kinds, last
-        self.first_bytes, self.limits = first_bytes, limits
-        self.most_groups, self.group_flops = groups
+        unit = unit_of(length)
+        self.kinds = _worth_trying([kind for kind in kinds if kind.steps % unit == 0 and kind.steps < length])
+        self.length, self.unit, self.last, self.first_bytes, self.limits = length, unit, last, first_bytes, limits
+        self.most_groups, self.group_flops = most_groups, group_flops
         self.units = (length - 1) // unit + 1  # covered before the last chunk: 0, …, units − 1
-        self.fewest = min((kind.steps // unit for kind in kinds), default=1)  # units of a chunk
+        self.fewest = min((kind.steps // unit for kind in self.kinds), default=1)  # units of a chunk
         more = length - unit * np.arange(self.units) - 1  # steps of the last chunk after its first one, by units
         self.last_bytes = np.array([one.bytes + more * one.more_bytes for one in last])  # [last chunk, units]
         self.last_flops = [(one.flops, more * one.more_flops) for one in last]
-        every = [kind.flops for kind in kinds] + [flops for one in last for flops in (one.flops, one.more_flops)]
+        every = [kind.flops for kind in self.kinds] + [flops for one in last for flops in (one.flops, one.more_flops)]
         self.adds_flops = min([self.group_flops, *every]) >= 0
         self.rows = np.argsort(-limits, kind="stable")  # the limits that are left, the largest first
         self.came_from: list[np.ndarray] = []  # for each number of chunks the kind before it changed, else SAME

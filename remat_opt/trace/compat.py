@@ -33,8 +33,6 @@ from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
 Literal = extend_core.Literal
-Var = extend_core.Var
-DropVar = extend_core.DropVar
 Jaxpr = extend_core.Jaxpr
 ClosedJaxpr = extend_core.ClosedJaxpr
 _JAXPRS = (Jaxpr, ClosedJaxpr)
