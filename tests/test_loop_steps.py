@@ -282,7 +282,7 @@ def test_steps_that_are_divided_among_devices_stay_in_their_order():
     counts = []
     for program in (found, dataclasses.replace(found, marks="")):
         (pair,) = find_pairs(program).pairs
-        joint = joint_step(pair, recomputation(pair, LoopChoice()), program)
+        joint = joint_step(pair, recomputation(pair), program)
         counts.append(len(SearchedSteps(RATES, "cuda").costs(joint).schedules))
     assert counts[0] > 1
     assert counts[1] == 1

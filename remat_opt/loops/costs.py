@@ -307,8 +307,7 @@ class PairCosts:
     def steps(self, saved: frozenset[int], in_chunk: frozenset[int] | None) -> StepKind:
         """Steps that recompute the same; `in_chunk` is None for one level."""
         if (saved, in_chunk) not in self.known_steps:
-            choice = LoopChoice(saved) if in_chunk is None else LoopChoice(saved, 1, in_chunk=in_chunk)
-            recomputed = recomputation(self.pair, choice)
+            recomputed = recomputation(self.pair, saved, in_chunk)
             step = joint_step(self.pair, recomputed, self.program)
             if self.step_search:
                 costs = self.step_search.costs(step)

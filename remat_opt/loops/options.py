@@ -69,7 +69,7 @@ class _Options:
 
     def all(self) -> list[Option]:
         found = [self.costs.original_option()]
-        starts_from_carry = bool(recomputation(self.pair, LoopChoice()).carries)
+        starts_from_carry = bool(recomputation(self.pair).carries)
         for saved in self.saved_sets:
             levels = self.step_levels(saved)
             chunks = self.chunks() if not saved and starts_from_carry else ()
@@ -154,7 +154,7 @@ class _Options:
         step = max(1, math.ceil((len(expensive) - 1) / (MOST_RESIDUAL_SETS - 1)))
         every = frozenset(self.pair.residuals) - {*self.pair.forward.body.inputs}
         sets = (expensive[0], *reversed(expensive[:0:-step]), every)
-        saved = {one: recomputation(self.pair, LoopChoice(chunk=1, in_chunk=one)).in_chunk for one in sets}
+        saved = {one: recomputation(self.pair, in_chunk=one).in_chunk for one in sets}
         return [expensive[0], *(one for one, values in saved.items() if one and values)]
 
     def chunks(self) -> tuple[int, ...]:
@@ -166,7 +166,7 @@ class _Options:
 def saved_sets(costs: PairCosts) -> list[frozenset[int]]:
     """Nothing but the carry; then the expensive results of a step, those first that give most time for each byte."""
     loop = costs.pair.forward
-    recomputed = recomputation(costs.pair, LoopChoice()).residuals.equations
+    recomputed = recomputation(costs.pair).residuals.equations
     wanted = {*costs.pair.residuals, *(x for i in recomputed for x in loop.body.equations[i].inputs)}
     rated = []
     for index in costs.expensive:

@@ -80,27 +80,36 @@ class Recomputations:
 def recomputations(pair: Pair, choice: LoopChoice) -> Recomputations:
     """Work out what a choice saves and recomputes."""
     if choice.chunk is None:
-        return Recomputations(recomputation(pair, choice), ())
+        return Recomputations(recomputation(pair, choice.saved), ())
     in_chunks = [chunks.in_chunk for chunks in choice.groups(pair.length)]
-    of = {one: recomputation(pair, LoopChoice(choice.saved, 1, in_chunk=one)) for one in {frozenset(), *in_chunks}}
+    of = {one: recomputation(pair, choice.saved, one) for one in {frozenset(), *in_chunks}}
     return Recomputations(of[frozenset()], tuple(of[one] for one in in_chunks))
 
 
-def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
-    """Work out what the steps of a choice's main chunks have and recompute."""
+def recomputation(
+    pair: Pair, saved: frozenset[int] = frozenset(), in_chunk: frozenset[int] | None = None
+) -> Recomputation:
+    """Work out what some steps have and recompute.
+
+    Args:
+        pair: the loops.
+        saved: values that the forward loop stacks, where they are needed.
+        in_chunk: values that their chunk stacks, where they are needed; None for one level.
+    """
     loop = pair.forward
-    available = {*choice.saved, *pair.stacked, *pair.never_repeated}
-    residuals = loop.body.slice_back(pair.residuals, available | choice.in_chunk)
-    in_chunk = tuple(sorted(residuals.reads & choice.in_chunk - available))
+    available = {*saved, *pair.stacked, *pair.never_repeated}
+    of_chunk = in_chunk or frozenset()
+    residuals = loop.body.slice_back(pair.residuals, available | of_chunk)
+    held = tuple(sorted(residuals.reads & of_chunk - available))
     carries = _carries(pair, residuals.reads - available)
     reads = set(residuals.reads)
     forward, forward_carries = BackwardSlice((), frozenset()), ()
-    if choice.chunk is not None and (carries or in_chunk):
+    if in_chunk is not None and (carries or held):
         wanted = set(carries)
-        if in_chunk:  # a chunk's last step starts from carries alone
+        if held:  # a chunk's last step starts from carries alone
             wanted.update(_carries(pair, loop.body.slice_back(pair.residuals, available).reads - available))
         while True:
-            forward = loop.body.slice_back([*(loop.next_carry[at] for at in sorted(wanted)), *in_chunk], available)
+            forward = loop.body.slice_back([*(loop.next_carry[at] for at in sorted(wanted)), *held], available)
             more = wanted.union(_carries(pair, forward.reads - available))
             if more == wanted:
                 break
@@ -108,8 +117,8 @@ def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
         forward_carries = tuple(sorted(wanted))
         reads |= forward.reads
     stacked = {value: y for value, y in pair.stacked.items() if value in reads}
-    saved = tuple(sorted((reads & available) - stacked.keys()))
-    return Recomputation(residuals, carries, forward, forward_carries, saved, stacked, in_chunk)
+    needed = tuple(sorted((reads & available) - stacked.keys()))
+    return Recomputation(residuals, carries, forward, forward_carries, needed, stacked, held)
 
 
 def _carries(pair: Pair, reads: Iterable[int]) -> tuple[int, ...]:

@@ -20,6 +20,5 @@ from remat_opt.targets.errors import ProgramNotPortable as ProgramNotPortable
 from remat_opt.targets.errors import TargetUnavailable as TargetUnavailable
 from remat_opt.targets.figures import Figures as Figures
 from remat_opt.targets.figures import read_figures as read_figures
-from remat_opt.targets.figures import reports_gaps_twice as reports_gaps_twice
 from remat_opt.targets.remote import Worker as Worker
 from remat_opt.targets.remote import close_workers as close_workers

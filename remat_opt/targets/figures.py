@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from remat_opt.targets.communication import Collectives, read_collectives
 from remat_opt.targets.devices import Target
-from remat_opt.targets.worker import compiled_figures, compiler_version
+from remat_opt.targets.worker import compiled_figures
 
 
 @dataclass(frozen=True)
@@ -18,8 +16,8 @@ class Figures:
     """The compiler's figures of one program for one target. All sizes are bytes of one device.
 
     Attributes:
-        temp_bytes: buffers that live only inside the program, packed as the compiler packs them (and gaps between them
-            once more: `reports_gaps_twice`).
+        temp_bytes: buffers that live only inside the program, packed as the compiler packs them (libtpu before 0.0.51 adds
+            what lies idle there at the peak once more).
         argument_bytes: the arguments, in the target's layouts.
         output_bytes: the outputs, in the target's layouts.
         alias_bytes: arguments whose memory is reused for outputs, because they are donated.
@@ -81,16 +79,6 @@ class Figures:
             )
         sent = values.get("collectives")
         return cls(**{**values, "collectives": sent and Collectives.from_json(sent)})
-
-
-@functools.cache
-def reports_gaps_twice(platform: str) -> bool:
-    """Whether the installed compiler adds to the temporary memory that it allocates what lies idle there at its peak.
-
-    libtpu does before 0.0.51: of VGG-11 (batch 64, v5e) it allocates 6958 MB, of which 5399 are live, and reports 8518.
-    """
-    version = re.fullmatch(r"libtpu (\d+)\.(\d+)\.(\d+).*", compiler_version(platform))
-    return bool(version) and tuple(map(int, version.groups())) < (0, 0, 51)
 
 
 def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0) -> Figures:
