@@ -16,8 +16,8 @@ class Figures:
     """The compiler's figures of one program for one target. All sizes are bytes of one device.
 
     Attributes:
-        temp_bytes: buffers that live only inside the program, packed as the compiler packs them (libtpu before 0.0.51 adds
-            what lies idle there at the peak once more).
+        temp_bytes: buffers that live only inside the program, packed as the compiler packs them (libtpu before 0.0.51
+            counts what lies idle between them at the peak twice).
         argument_bytes: the arguments, in the target's layouts.
         output_bytes: the outputs, in the target's layouts.
         alias_bytes: arguments whose memory is reused for outputs, because they are donated.
