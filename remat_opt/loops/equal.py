@@ -37,11 +37,13 @@ def pair_key(program: Program, pair: Pair, update: Update | None) -> Hashable:
     return (*loops, pair.length, pair.forward.reverse, handed_over, update and update.gradients)
 
 
-def written_alike(plan: PairPlan) -> Hashable | None:
-    """The same for two pairs of a program whose new loops differ in nothing but their operands; None where that is not
-    known: of updates, and where names tell devices which pair is recomputed."""
+def written_alike(plan: PairPlan) -> Hashable:
+    """The same for two pairs of a program whose new loops differ in nothing but their operands.
+
+    Unique where that is not known: with updates, and where names tell devices which pair is recomputed.
+    """
     if plan.update is not None or plan.program.marks is not None:
-        return None
+        return plan
     loops = (plan.pair.forward.equation, plan.pair.backward.equation)
     atoms = [atom for loop in loops for atom in (*loop.inputs, *loop.outputs)]
     numbers: dict[Atom, int] = {}

@@ -63,8 +63,8 @@ class Splicing:
         self.program = program
         self.tracing = Tracing(program.avals, program.constants)
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
-        self.parts: dict[Hashable, Program] = {}  # what was traced for one of equal pairs, by `written_alike`
-        self.needed: dict[Hashable, int] = {}  # the workspace of its reverse loop
+        self.parts: dict[Hashable, Program] = {}  # what was traced; once for pairs that are `written_alike`
+        self.needed: dict[Hashable, int] = {}  # the workspaces of their reverse loops
         self.run_once: set[int] = set()
         self.workspaces: dict[int, int] = {}
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
@@ -91,14 +91,13 @@ class Splicing:
         plan = dataclasses.replace(plan, read_later=plan.read_later.union(plan.reverse_operands))
 
         key = written_alike(plan)
-
         operands = pair.forward.equation.reads
 
         def forward(values: Sequence[Any]) -> list[Any]:
             results, handed_over = run_forward(plan, dict(zip(operands, values, strict=True)))
             return [*results, *handed_over]
 
-        made = self.trace(pair.forward_index, forward, operands, key and (key, "forward"))
+        made = self.trace(pair.forward_index, forward, operands, (key, "forward"))
         results, handed_over = made[: len(plan.forward_results)], made[len(plan.forward_results) :]
         self.rename(plan.forward_results, results)
 
@@ -109,7 +108,7 @@ class Splicing:
 
         # Two levels are two loops, which hand stacks from one to the other in place: one operation to all others.
         written = reverse if choice.chunk is None else in_one_equation(reverse)
-        made = self.trace(pair.backward_index, written, [*reads, *handed_over], key and (key, "reverse"))
+        made = self.trace(pair.backward_index, written, [*reads, *handed_over], (key, "reverse"))
         self.rename(plan.reverse_results, made)
         for index in absorbed - {pair.backward_index}:
             self.instead[index] = []
@@ -119,26 +118,21 @@ class Splicing:
     def note_workspace(self, plan: PairPlan, steps: StepSearch, key: Hashable) -> None:
         """Keep what a reverse loop needs whose steps are scheduled, or which lets go of stacks before it is done: that
         cannot be read off what was written."""
-        needed = self.needed.get(key)
-        if needed is None:
-            _, needed = PairCosts(plan.pair, self.program, steps.rates, None, steps).memory(plan.choice)
-        if key is not None:
-            self.needed[key] = needed
+        if key not in self.needed:
+            self.needed[key] = PairCosts(plan.pair, self.program, steps.rates, None, steps).memory(plan.choice)[1]
         regions = [one for one in self.instead[plan.pair.backward_index] if compat.jaxprs_in(one.params)]
         if len(regions) == 1:
-            self.workspaces[regions[0].outputs[0]] = needed
+            self.workspaces[regions[0].outputs[0]] = self.needed[key]
 
-    def trace(self, index: int, emit: Emit, operands: Sequence[Atom], key: Hashable = None) -> list[Atom]:
+    def trace(self, index: int, emit: Emit, operands: Sequence[Atom], key: Hashable) -> list[Atom]:
         """Put what is done on some operands in the place of an equation; the values of the results.
 
         It is traced once for all that have the same key.
         """
-        part = self.parts.get(key)
-        if part is None:
-            part = self.tracing.traced(lambda *values: emit(values), self.program.equations[index], operands)
-        if key is not None:
-            self.parts[key] = part
-        self.instead[index], results = self.tracing.placed(part, operands)
+        if key not in self.parts:
+            equation = self.program.equations[index]
+            self.parts[key] = self.tracing.traced(lambda *values: emit(values), equation, operands)
+        self.instead[index], results = self.tracing.placed(self.parts[key], operands)
         for equation in self.instead[index]:
             if compat.jaxprs_in(equation.params):
                 self.run_once.update(equation.outputs)
@@ -155,7 +149,7 @@ class Splicing:
             environment = dict(zip(old.reads, values, strict=True))
             return emit([read(atom, environment) for atom in old.inputs])
 
-        self.rename(old.outputs, self.trace(index, on_operands, old.reads))
+        self.rename(old.outputs, self.trace(index, on_operands, old.reads, index))
         if workspace is not None:
             (region,) = (e for e in self.instead[index] if compat.jaxprs_in(e.params))
             self.workspaces[region.outputs[0]] = workspace
