@@ -5,7 +5,7 @@ reverses chunk k, the first carries of k chunks are live, as is what the chunk i
 needs much memory can be used while k is small, that is for the loop's first steps. The division is a shortest path; a
 state has the number of chunks, the number of steps, the number of changes of kind, and the kind of the latest chunk.
 
-It is optimal for the model of `memory.py`, except for loops of more than `MOST_UNITS` steps: these are divided in
+It is optimal for the model of `costs.py`, except for loops of more than `MOST_UNITS` steps: these are divided in
 units.
 """
 

@@ -154,8 +154,11 @@ class _Inside:
         body = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=self.keep_checkpoints))
         better = None if repeats or self.optimise is None else self.optimise(body, free)
         emit = functools.partial(evaluate_all, body) if better is None else better.emit
-        mapped = compat.shard_map_like(equation.params, lambda *x: tuple(emit(x)))
-        return lambda operands: list(mapped(*operands)), better is not None, better and better.peak
+
+        def mapped(operands: Sequence[Any]) -> list[Any]:
+            return list(compat.shard_map_like(equation.params, lambda *x: tuple(emit(x)))(*operands))
+
+        return mapped, better is not None, better and better.peak
 
     def checkpoint(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """A region in a loop that repeats within already, as its bodies may hold loops."""
