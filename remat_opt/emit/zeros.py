@@ -63,8 +63,8 @@ def loop_with_late_stacks(params: dict[str, Any], inputs: Sequence[Any], awaited
     step."""
     constants, carries = compat.scan_counts(params)
     inputs = list(inputs)
-    stacks, behind = zeros_after(stacks_of(params), [inputs[index] for index in awaited])
-    for index, one in zip(awaited, behind, strict=True):
+    stacks, given = zeros_after(stacks_of(params), [inputs[index] for index in awaited])
+    for index, one in zip(awaited, given, strict=True):
         inputs[index] = one
     fixed, first, arrays = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
     step_of = extend_core.jaxpr_as_fun(params["jaxpr"])

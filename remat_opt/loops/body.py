@@ -1,4 +1,4 @@
-"""A `scan` and its body: the body as a flat program that can be sliced and evaluated again."""
+"""A `scan` and its body: the body as a flat program that can be sliced and evaluated."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
 
 
 def within_budget(pairs: Sequence[PairOptions], budget: int) -> list[Option]:
-    """One option for each pair that together need at most `budget` bytes, or the least that was found."""
+    """One option for each pair, which need at most `budget` bytes in all, or the least that was found."""
     picked = [pair.options[0] for pair in pairs]
     equal: dict[int, list[int]] = {}
     for at, pair in enumerate(pairs):
@@ -212,5 +212,5 @@ def _exchanged(picked: Sequence[Option], which: Sequence[int], option: Option) -
 
 
 def needed(picked: Sequence[Option]) -> int:
-    """Bytes that loops need together: all that they save, and the most that one of them needs while it runs."""
+    """Bytes that loops need in all: what they save, and the most that one of them needs while it runs."""
     return sum(option.kept_bytes for option in picked) + max((option.transient_bytes for option in picked), default=0)

@@ -99,7 +99,7 @@ def _saved_for_chunks(
 
 
 def _put(stacks: Sequence[Any], values: Sequence[Any], place: jax.Array, *, surely: bool = False) -> list[Any]:
-    """Stacks with values at a place: the first one if it is before; if it may be behind the end, nothing changes."""
+    """Stacks with values at a place: the first one if it is before; nothing changes if it is after the last."""
     written = []
     for stack, value in zip(stacks, values, strict=True):
         if not len(stack):

@@ -61,7 +61,7 @@ def rewrite_inside(
     donated: Collection[int] = (),
     keep_checkpoints: bool = False,
 ) -> tuple[Program, int]:
-    """Write the bodies of a program's loops again where something is gained.
+    """Rewrite the bodies of a program's loops where something is gained.
 
     Args:
         program: the flat step.

@@ -164,7 +164,7 @@ class ReverseLoop:
             environment = self.body.forward_environment(dict(zip(positions, carry, strict=True)))
             index = self.index_of(first_step + step_number)
             environment |= {value: slice_at(stack, index) for value, stack in stacks.items()}
-            evaluate(forward.body, recomputation.forward.equations, environment, again=True)
+            evaluate(forward.body, recomputation.forward.equations, environment, recomputed=True)
             return [read(forward.next_carry[at], environment) for at in positions], environment
 
         def step(state, step_number):

@@ -158,7 +158,7 @@ class ReverseStep:
         else:
             for values in (forward, backward):
                 values |= {value: at_once(x) for value, x in values.items()}
-            evaluate(self.pair.forward.body, recomputation.residuals.equations, forward, again=True)
+            evaluate(self.pair.forward.body, recomputation.residuals.equations, forward, recomputed=True)
             for at, y in self.pair.consumed.items():
                 backward[loop.body_xs[at]] = read(self.pair.forward.body_ys[y], forward)
             evaluate(loop.body, range(len(loop.body.equations)), backward)

@@ -34,7 +34,7 @@ def rewrite_loops(
     separate_slices: bool = False,
     steps: StepSearch | None = None,
 ) -> Program:
-    """Write pairs of scans again.
+    """Rewrite pairs of scans.
 
     Args:
         program: the flat step.

@@ -6,7 +6,7 @@ of zeros of the input's size, and a scatter; and it reads the pool's whole opera
 instruction, which needs none of that.
 
 The form here has one byte for each window, its *place*, which says where in the window the maximum was found. It is
-made beside the pool and is all that the backward pass reads; the rest is elementwise and is fused. Windows are visited
+made with the pool and is all that the backward pass reads; the rest is elementwise and is fused. Windows are visited
 in the same order and each element sums its windows in the same order, so that the results are the same to the bit, for
 ties, infinities and NaNs too.
 
@@ -54,8 +54,8 @@ def without_scatter(equation: Equation, platform: str) -> bool:
 def by_places(program: Program, platform: str) -> Program:
     """The same program with such scatters in two parts, and on the CPU in one.
 
-    Places are made behind the pool and are read behind one barrier with its result, so that no compiler makes them
-    later, or again, from the operand.
+    Places are made right after the pool and are read after one barrier with its result, so that no compiler makes
+    them later, or a second time, from the operand.
     """
     scatters = [equation for equation in program.equations if without_scatter(equation, platform)]
     if not scatters:

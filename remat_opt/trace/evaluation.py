@@ -20,15 +20,17 @@ def bind(equation: Equation, inputs: Sequence[Any], scope: str | None = None) ->
         return compat.bind_equation(equation.primitive, equation.params, inputs)
 
 
-def evaluate(program: Program, equations: Iterable[int], environment: dict[int, Any], *, again: bool = False) -> None:
+def evaluate(
+    program: Program, equations: Iterable[int], environment: dict[int, Any], *, recomputed: bool = False
+) -> None:
     """Evaluate equations, by index in program order, on values or tracers; what is in the environment already stays.
-    `again`: they have run before."""
+    `recomputed`: they have run before."""
     for value, constant in program.constants:
         environment.setdefault(value, constant)
     for index in equations:
         equation = program.equations[index]
         inputs = [read(atom, environment) for atom in equation.inputs]
-        results = bind(equation, inputs, scope_of(program, equation) if again else None)
+        results = bind(equation, inputs, scope_of(program, equation) if recomputed else None)
         for value, result in zip(equation.outputs, results, strict=True):
             environment.setdefault(value, result)
 
