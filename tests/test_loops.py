@@ -3,14 +3,18 @@
 import functools
 import math
 
+import jax
+import jax.numpy as jnp
 import loop_models as models
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.extend.core import primitives
 from test_loops_values import RATES, captured, run
 
 from remat_opt.graph.build import build
+from remat_opt.loops import rewrite
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.choose import choose, needed, within_budget
 from remat_opt.loops.options import best_chunk
@@ -148,3 +152,23 @@ def test_a_budget_pays_no_more_than_it_must():
         assert needed([picked]) <= budget
         seconds.append(picked.extra_seconds)
     assert seconds == sorted(seconds, reverse=True)
+
+
+def test_equal_pairs_are_traced_once(monkeypatch):
+    """Of loops in a row only the first and the last are read by others than their neighbours."""
+
+    def loss(weight, start):
+        h = start
+        for _ in range(5):
+            h, _ = lax.scan(lambda h, _: (jnp.sin(weight * h), None), h, None, 6)
+        return h.sum()
+
+    found, leaves, aliases = captured(lambda: (jax.grad(loss), (jnp.float32(0.8), models.normal(3, 4, 4))))
+    pairs = find_pairs(found.program).pairs
+    traced = []
+    given = rewrite.run_forward
+    monkeypatch.setattr(rewrite, "run_forward", lambda *one: traced.append(one) or given(*one))
+    program = rewrite_loops(found.program, pairs, [(at, LoopChoice(chunk=2)) for at in range(len(pairs))], aliases)
+    assert len(pairs) == 5
+    assert len(traced) <= 3
+    np.testing.assert_allclose(run(program, leaves), run(found.program, leaves), rtol=1e-6)
