@@ -137,19 +137,16 @@ def _opposite(forward: Equation, backward: Equation) -> bool:
 def _reason_to_leave(equation: Equation) -> str | None:
     if reason := reason_to_stay_out(equation):
         return reason
-    is_offloaded = not all(map(is_on_device, _all_avals(equation.params["jaxpr"])))
-    return OFFLOADED if is_offloaded else None
+    return None if all(map(is_on_device, _avals_inside(equation))) else OFFLOADED
 
 
 def reason_to_stay_out(equation: Equation) -> str | None:
     """Why the bodies of an equation have to stay as they are; None where they may be rewritten."""
-    if any(compat.is_reference(aval) for body in compat.jaxprs_in(equation.params) for aval in _all_avals(body)):
+    if any(map(compat.is_reference, _avals_inside(equation))):
         return REFERENCES
     return EFFECTS if equation.effects else None
 
 
-def _all_avals(jaxpr: Any) -> Iterable[Any]:
-    for equation in compat.bare_jaxpr(jaxpr).eqns:
-        yield from (variable.aval for variable in (*equation.invars, *equation.outvars))
-        for inner in compat.jaxprs_in(equation.params):
-            yield from _all_avals(inner)
+def _avals_inside(equation: Equation) -> Iterable[Any]:
+    for inside in compat.equations_in(equation.params):
+        yield from (variable.aval for variable in (*inside.invars, *inside.outvars))

@@ -207,6 +207,14 @@ def jaxprs_in(params: dict[str, Any]) -> list[Any]:
     return found
 
 
+def equations_in(params: dict[str, Any]) -> Iterator[Any]:
+    """All equations inside an equation with these parameters, those inside of them included."""
+    for jaxpr in jaxprs_in(params):
+        for equation in bare_jaxpr(jaxpr).eqns:
+            yield equation
+            yield from equations_in(equation.params)
+
+
 def is_kernel(params: dict[str, Any]) -> bool:
     """Whether an equation is a kernel (`pallas_call`): one operation, whose references are its own."""
     return "grid_mapping" in params
@@ -306,8 +314,8 @@ def remat3_pins_cotangents() -> bool:
     def backward(x, cotangent):
         return jax.vjp(recomputing, x)[1](cotangent)
 
-    jaxpr = jax.make_jaxpr(backward)(1.0, 1.0).jaxpr
-    return any(len(found.invars) > 1 for found in _barriers(jaxpr))
+    found = equations_in({"jaxpr": jax.make_jaxpr(backward)(1.0, 1.0)})
+    return any(one.primitive is barrier_p and len(one.invars) > 1 for one in found)
 
 
 @functools.cache
@@ -322,14 +330,6 @@ def _remat3_names_can_be_batched() -> bool:
 def can_name() -> bool:
     """Whether a `checkpoint_name` may be put on a tensor: in jax 0.10 those of `jax_remat3` know no `vmap`."""
     return not uses_remat3() or _remat3_names_can_be_batched()
-
-
-def _barriers(jaxpr: Any) -> Iterator[Any]:
-    for equation in bare_jaxpr(jaxpr).eqns:
-        if equation.primitive is barrier_p:
-            yield equation
-        for inner in jaxprs_in(equation.params):
-            yield from _barriers(inner)
 
 
 def describe_jit(fun: Any) -> JitDescription:

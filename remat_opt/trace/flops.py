@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,14 +57,12 @@ def count_flops(closed: Any, *, merges_checkpoints: bool = False) -> FlopCount:
 
 def loops_in(program: Program) -> tuple[bool, bool]:
     """Whether a program has loops or kernels, and whether it has loops of unknown length, anywhere inside."""
-    found: list[bool] = []
-    stack: list[Any] = list(program.equations)
-    while stack:
-        equation = stack.pop()
-        if equation.primitive in (P.scan_p, P.while_p) or compat.is_kernel(equation.params):
-            found.append(equation.primitive is P.while_p)
-        for jaxpr in compat.jaxprs_in(equation.params):
-            stack += compat.bare_jaxpr(jaxpr).eqns
+    inside = itertools.chain.from_iterable(compat.equations_in(one.params) for one in program.equations)
+    found = [
+        equation.primitive is P.while_p
+        for equation in (*program.equations, *inside)
+        if equation.primitive in (P.scan_p, P.while_p) or compat.is_kernel(equation.params)
+    ]
     return bool(found), any(found)
 
 
