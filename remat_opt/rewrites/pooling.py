@@ -31,7 +31,7 @@ import jax
 from jax.extend.core import primitives
 
 from remat_opt.rewrites.masks import is_zero
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.inline import Constant, Equation, Program, alive
 from remat_opt.trace.platforms import GPUS
 from remat_opt.trace.pool_parts import BOTH, PLACES, SPREAD, places_of
 
@@ -77,8 +77,7 @@ class _Rewriting:
         self.producer, self.readers = program.producer, program.readers
         self.instead: dict[int, Equation] = {}  # by the index of the equation that makes the result
         self.inserted_after: dict[int, list[Equation]] = {}  # what comes next; -1 for the beginning
-        self.gone: set[int] = set()
-        self.opaque = set(program.opaque)
+        self.places: set[int] = set()
         self.in_one_barrier = list(program.in_one_barrier)
 
     def run(self, scatters: Sequence[Equation]) -> Program:
@@ -86,14 +85,15 @@ class _Rewriting:
             self.divide(equation)
         equations = [*self.inserted_after.get(-1, ())]
         for index, equation in enumerate(self.program.equations):
-            if index not in self.gone:
-                equations.append(self.instead.get(index, equation))
-            equations += self.inserted_after.get(index, ())
+            equations += [self.instead.get(index, equation), *self.inserted_after.get(index, ())]
+        kept = alive(equations, self.program.outputs)
+        # A rectifier's result need not be hidden for a mask that is not made any more.
+        compared = {value for one in kept if one.primitive is primitives.gt_p for value in one.reads}
         return dataclasses.replace(
             self.program,
             avals=tuple(self.avals),
-            equations=tuple(equations),
-            opaque=frozenset(self.opaque),
+            equations=kept,
+            opaque=self.program.opaque.intersection(compared) | self.places,
             in_one_barrier=tuple(self.in_one_barrier),
         )
 
@@ -108,7 +108,7 @@ class _Rewriting:
         windows = jax.eval_shape(functools.partial(places_of, **params), given)
         which = len(self.avals)
         self.avals.append(windows)
-        self.opaque.add(which)
+        self.places.add(which)
         places = dataclasses.replace(equation, primitive=PLACES, inputs=(operand,), outputs=(which,), params=params)
         pooled = self.pool_of(operand, pool, at)
         if pooled is None:
@@ -125,9 +125,6 @@ class _Rewriting:
             outputs=self.program.equations[last].outputs,
             params={"pool": pool, "shape": tuple(aval.shape)},
         )
-        if mask is not None:
-            self.gone.add(at)
-            self.drop_mask(mask, operand)
 
     def pool_of(self, operand: int | Constant, pool: dict[str, Any], before: int) -> int | None:
         """The equation, before another one, that pools an operand."""
@@ -164,15 +161,3 @@ class _Rewriting:
     def is_zeros(self, value: int | Constant) -> bool:
         spread_out = self.made_by(value, primitives.broadcast_in_dim_p)
         return is_zero(value) or (spread_out is not None and is_zero(spread_out.inputs[0]))
-
-    def drop_mask(self, select: int, operand: int | Constant) -> None:
-        """A mask that nothing else reads is not made, and its rectifier's result need not be hidden for it."""
-        mask = self.program.equations[select].inputs[0]
-        assert isinstance(mask, int)
-        if self.readers[mask] != [select] or mask in self.program.outputs:
-            return
-        self.gone.add(self.producer[mask])
-        if isinstance(operand, int):
-            readers = [self.program.equations[index] for index in self.readers[operand]]
-            if [one.outputs for one in readers if one.primitive is primitives.gt_p] == [(mask,)]:
-                self.opaque.discard(operand)

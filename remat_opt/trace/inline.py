@@ -250,7 +250,7 @@ class _Inliner:
             tuple(self.avals),
             tuple(inputs),
             constants,
-            self.alive(outputs),
+            alive(self.equations, outputs),
             outputs,
             self.entered_checkpoints,
             named=tuple(self.named),
@@ -326,14 +326,16 @@ class _Inliner:
             self.numbering[key] = outputs
         return outputs
 
-    def alive(self, outputs: Sequence[int | Constant]) -> tuple[Equation, ...]:
-        needed = {*values_among(outputs)}
-        kept = []
-        for equation in reversed(self.equations):
-            if equation.effects or not needed.isdisjoint(equation.outputs):
-                kept.append(equation)
-                needed.update(equation.reads)
-        return tuple(reversed(kept))
+
+def alive(equations: Sequence[Equation], outputs: Sequence[int | Constant]) -> tuple[Equation, ...]:
+    """The equations, in program order, that have effects or make what is needed."""
+    needed = {*values_among(outputs)}
+    kept = []
+    for equation in reversed(equations):
+        if equation.effects or not needed.isdisjoint(equation.outputs):
+            kept.append(equation)
+            needed.update(equation.reads)
+    return tuple(reversed(kept))
 
 
 def _does_nothing(equation: Any) -> bool:
