@@ -86,7 +86,7 @@ def divide(
     most_groups: int,
     group_flops: float = 0.0,
 ) -> list[Division | None]:
-    """Divide a loop for several numbers of bytes.
+    """Divide a loop for several numbers of bytes. No FLOPs are below zero.
 
     Args:
         length: steps of the loop.
@@ -143,8 +143,6 @@ class _Search:
         more = length - unit * np.arange(self.units) - 1  # steps of the last chunk after its first one, by units
         self.last_bytes = np.array([one.bytes + more * one.more_bytes for one in last])  # [last chunk, units]
         self.last_flops = [(one.flops, more * one.more_flops) for one in last]
-        every = [kind.flops for kind in self.kinds] + [flops for one in last for flops in (one.flops, one.more_flops)]
-        self.adds_flops = min([self.group_flops, *every]) >= 0
         self.rows = np.argsort(-limits, kind="stable")  # the limits that are left, the largest first
         self.came_from: list[np.ndarray] = []  # for each number of chunks the kind before it changed, else SAME
         self.rows_of: list[np.ndarray] = []  # with it the limits
@@ -202,7 +200,7 @@ class _Search:
                 self.best[limit] = total[row, units]
                 self.best_at[limit] = (number, int(group), int(kind), covered + units, at)
         goes_on = (number + 1) * self.first_bytes + self.last_bytes.min() <= limits
-        goes_on &= least.min(axis=1) < (self.best[self.rows] if self.adds_flops else math.inf)
+        goes_on &= least.min(axis=1) < self.best[self.rows]  # no chunk takes FLOPs away
         if goes_on.all():
             return flops
         self.rows = self.rows[goes_on]
