@@ -20,25 +20,12 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.trace import compat
 from remat_opt.trace.evaluation import bind, read
 from remat_opt.trace.inline import Constant, Equation, Program
-from remat_opt.trace.primitives import ELEMENTWISE
+from remat_opt.trace.primitives import ELEMENTWISE, named
 
-# Elementwise by cost, but their parameters or operands speak of axes, so that they cannot be applied to one slice.
-_OF_AXES = frozenset(
-    {
-        P.bitcast_convert_type_p,
-        P.broadcast_in_dim_p,
-        P.concatenate_p,
-        P.dynamic_slice_p,
-        P.iota_p,
-        P.pad_p,
-        P.reshape_p,
-        P.rev_p,
-        P.slice_p,
-        P.squeeze_p,
-        P.transpose_p,
-    }
+# Of what is elementwise by cost without what speaks of axes, and so cannot be applied to one slice.
+_EACH_ELEMENT = ELEMENTWISE - named(
+    "bitcast_convert_type broadcast_in_dim concatenate dynamic_slice iota pad reshape rev slice squeeze transpose"
 )
-_EACH_ELEMENT = ELEMENTWISE - _OF_AXES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
