@@ -10,9 +10,8 @@ from jax.extend.core import primitives as P
 from test_loops_values import RATES, all_residuals, as_jaxpr, captured
 
 from remat_opt.loops.choice import Chunks, LoopChoice
-from remat_opt.loops.costs import PairCosts
+from remat_opt.loops.costs import ChunkSizes, PairCosts
 from remat_opt.loops.division import divide
-from remat_opt.loops.memory import ChunkSizes
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
@@ -86,7 +85,7 @@ def test_a_division_needs_and_takes_what_its_choice_does():
         assert option.bytes <= limit
         # Beside the chunks an option has what the forward loop saves or selects.
         rest = option.extra_flops - division.flops
-        assert abs(rest) <= 0.05 * costs.original.flops
+        assert abs(rest) <= 0.05 * costs.original_flops
         choices.append(choice)
     assert len({choice.earlier for choice in choices}) > 1
     assert all(isinstance(chunks, Chunks) for choice in choices for chunks in choice.earlier)
@@ -95,6 +94,6 @@ def test_a_division_needs_and_takes_what_its_choice_does():
 def test_what_a_chunk_needs_by_hand():
     """Four steps: three that keep carries and residuals, one its carries alone, and one step at a time beside them."""
     sizes = ChunkSizes(first=2, each=10, last=3, step=7)
-    assert sizes.turned_round(4) == 3 * 10 + 3 + 7
-    assert sizes.kept_as_last(4) == 3 * 10 + 3
-    assert sizes.turned_round(1) == 3 + 7
+    assert sizes.peak(4) == 3 * 10 + 3 + 7
+    assert sizes.saved(4) == 3 * 10 + 3
+    assert sizes.peak(1) == 3 + 7

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 import pytest
 from test_targets import WIDE, WIDE_BYTES, dense_step
 
-from remat_opt.targets import live_buffer_rows, measure_flat, read_live_buffers
+from benchmarks.live_buffers import live_buffer_rows, read_live_buffers
+from remat_opt.targets import Worker, measure_flat, resolve_target
 
 
 @pytest.mark.parametrize("target", ["cpu", "h200", "v5e"])
 def test_the_live_buffers_at_the_peak(target: str, tmp_path: Path) -> None:
-    figures = measure_flat(dense_step, WIDE, donated=(1, 2, 3), target=target, dump_to=tmp_path)
+    with Worker(resolve_target(target), dump_to=tmp_path) as worker:
+        figures = measure_flat(dense_step, WIDE, donated=(1, 2, 3), target=target, worker=worker)
     peak = read_live_buffers(tmp_path)
     assert peak.allocated_bytes == pytest.approx(figures.temp_bytes, rel=0.01)
     assert 0 < peak.live_bytes <= peak.allocated_bytes
@@ -38,14 +40,15 @@ def test_what_a_loop_carries_is_live(tmp_path: Path) -> None:
         return [jnp.sum(stack @ stack[::-1])]
 
     square = jax.ShapeDtypeStruct((256, 256), jnp.float32)
-    figures = measure_flat(step, (square,), target="cpu", dump_to=tmp_path)
+    with Worker(resolve_target("cpu"), dump_to=tmp_path) as worker:
+        figures = measure_flat(step, (square,), target="cpu", worker=worker)
     peak = read_live_buffers(tmp_path)
     assert any(buffer.bytes == 8 * 4 * square.size for buffer in peak.buffers)
     assert peak.live_bytes == pytest.approx(figures.temp_bytes, rel=0.01)
 
 
 def test_a_folder_without_a_dump_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="write measure_flat"):
+    with pytest.raises(FileNotFoundError, match="write Worker"):
         read_live_buffers(tmp_path)
 
 

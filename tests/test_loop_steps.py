@@ -18,7 +18,7 @@ import remat_opt
 from benchmarks.loop_networks import gpt
 from remat_opt.examples import make_example
 from remat_opt.loops.choice import Chunks, LoopChoice
-from remat_opt.loops.choose import LoopChoices, choose, needed
+from remat_opt.loops.choose import LoopChoices, choose, needed, within_budget
 from remat_opt.loops.costs import PairCosts
 from remat_opt.loops.options import PairOptions
 from remat_opt.loops.pairs import find_pairs
@@ -217,10 +217,9 @@ def test_a_search_may_save_what_flash_attention_keeps_and_not_run_it_again():
 
     found, _, aliases = captured(lambda: models.step_of(loss, params, models.normal(8, time, width)))
     (pair,) = find_pairs(found.program).pairs
-    options = choose(found.program, RATES, aliases).options[0].options
-    least = needed([min(options, key=lambda option: option.bytes)])
-    choices = choose(found.program, RATES, aliases, int(1.3 * least))
-    ((_, choice),) = choices.chosen
+    options = choose(found.program, RATES, aliases).options
+    least = needed([min(options[0].options, key=lambda option: option.bytes)])
+    ((_, choice),) = chosen = [(0, option.choice) for option in within_budget(options, int(1.3 * least))]
 
     def products_of_scores(chosen):
         """Products in the backward loop that make or read time × time elements."""
@@ -230,7 +229,7 @@ def test_a_search_may_save_what_flash_attention_keeps_and_not_run_it_again():
         return sum(any(body.avals[v].shape == (time, time) for v in (*e.inputs, *e.outputs)) for e in products)
 
     assert choice.saved
-    assert products_of_scores(choices.chosen) == 5  # those of the backward pass; its scores are recomputed by design
+    assert products_of_scores(chosen) == 5  # those of the backward pass; its scores are recomputed by design
     assert products_of_scores([(0, LoopChoice())]) == 6
 
 
@@ -261,10 +260,10 @@ def test_a_step_that_is_scheduled_needs_less():
     (pair,) = find_pairs(found.program).pairs
     costs = PairCosts(pair, found.program, prepared.rates, None, prepared.step_search())
     schedules = costs.steps(frozenset(), None).costs
-    most = schedules.within(int(0.9 * schedules.in_order.peak)).peak
+    most = schedules.chosen(int(0.9 * schedules.in_order.peak)).peak
     measured = []
     for choice in (LoopChoice(), LoopChoice(step_bytes=most)):
-        options = PairOptions(pair, (costs.option(choice),), 1.0, 1.0)
+        options = PairOptions((costs.option(choice),), 1.0)
         form = prepared.written(LoopChoices((pair,), ((0, choice),), (options,), ()), None)
         plain = functools.partial(lambda form, *leaves: form.emit(form.problem.plain, leaves), form)
         measured.append(
@@ -283,7 +282,7 @@ def test_steps_that_are_divided_among_devices_stay_in_their_order():
     counts = []
     for program in (found, dataclasses.replace(found, marks="")):
         (pair,) = find_pairs(program).pairs
-        joint = joint_step(pair, recomputation(pair, LoopChoice()), program)
+        joint = joint_step(pair, recomputation(pair), program)
         counts.append(len(SearchedSteps(RATES, "cuda").costs(joint).schedules))
     assert counts[0] > 1
     assert counts[1] == 1

@@ -8,13 +8,13 @@ from op_by_op import VALUES_ONLY, assert_same_arithmetic
 
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
-from remat_opt.loops.body import evaluate, read
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.inside import rewrite_inside
 from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.planner.loop_search import SearchedSteps
 from remat_opt.rewrites.captured import capture
+from remat_opt.trace.evaluation import evaluate, read
 
 RATES = Rates(4e12, {"float32": 6e13})
 # XLA:CPU fuses these bodies' reductions otherwise when they stand in another loop.

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.live_buffers import read_live_buffers
 from remat_opt.targets import (
     TARGETS,
     CompilationOutOfMemory,
@@ -19,11 +20,10 @@ from remat_opt.targets import (
     is_attached,
     measure_flat,
     read_figures,
-    read_live_buffers,
     remote,
-    reports_gaps_twice,
     resolve_target,
 )
+from remat_opt.targets.worker import compiler_version
 
 LAYERS = 4
 IMAGES = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
@@ -288,9 +288,12 @@ def test_an_old_libtpu_reports_gaps_between_buffers_twice(tmp_path: Path) -> Non
         return [jnp.sum((one @ weights) * (other @ weights))]
 
     avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16 * unit, 512), (512, 512), (512, 512))]
-    figures = measure_flat(step, avals, target="v5e", dump_to=tmp_path)
+    with Worker(resolve_target("v5e"), dump_to=tmp_path) as worker:
+        figures = measure_flat(step, avals, target="v5e", worker=worker)
     peak = read_live_buffers(tmp_path)
     gaps = peak.allocated_bytes - peak.live_bytes
     assert gaps > 0.02 * peak.allocated_bytes
-    reported = peak.allocated_bytes + gaps * reports_gaps_twice("tpu")
+    # libtpu before 0.0.51 reports what lies idle at the peak once more.
+    release = tuple(map(int, compiler_version("tpu").removeprefix("libtpu ").split(".")[:3]))
+    reported = peak.allocated_bytes + gaps * (release < (0, 0, 51))
     assert figures.temp_bytes == pytest.approx(reported, rel=0.001)

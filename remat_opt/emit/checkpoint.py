@@ -18,7 +18,8 @@ from jax.ad_checkpoint import checkpoint_name
 from remat_opt.trace import compat
 from remat_opt.trace.avals import is_inexact
 from remat_opt.trace.effects import communicates, is_stateful
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.evaluation import bind, make_on_demand, read
+from remat_opt.trace.inline import Constant, Equation, Program, values_among
 
 _RESULT = -1  # stands for the function's results among the readers of a value
 
@@ -87,9 +88,7 @@ def evaluate(program: Program, arguments: Sequence[Any], name: Callable[[int, An
     environment: dict[int, Any] = dict(zip(program.inputs, arguments, strict=True))
     environment.update(program.constants)
     for equation in program.equations:
-        inputs = [x.value if isinstance(x, Constant) else environment[x] for x in equation.inputs]
-        with compat.equation_context(equation.source_info, equation.context):
-            results = compat.bind_equation(equation.primitive, equation.params, inputs)
+        results = bind(equation, [read(x, environment) for x in equation.inputs])
         environment.update((v, name(v, x)) for v, x in zip(equation.outputs, results, strict=True))
     return [array_of(x.value, x.aval) if isinstance(x, Constant) else environment[x] for x in program.outputs]
 
@@ -171,14 +170,8 @@ class _Writer:
     def checkpoint(
         self, segment: Segment, passing: Sequence[int], saved: frozenset[int], environment: dict[int, Any]
     ) -> None:
-        """Evaluate a segment under `jax.checkpoint`; what it makes for others is added to the environment.
-
-        Args:
-            segment: what to evaluate.
-            passing: values that pass through it.
-            saved: what segments around this one keep.
-            environment: all values so far.
-        """
+        """Evaluate a segment, and values that pass through it, under `jax.checkpoint`; what it makes is added to the
+        environment. `saved` is what segments around it save."""
         named_inside = saved | segment.saved
         reads, makes = self.boundary(segment)
         covered, results = list(dict.fromkeys((*reads, *passing))), [*makes, *passing]
@@ -211,30 +204,14 @@ class _Writer:
 
     def bind(self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any]) -> list[Any]:
         inputs = [x.value if isinstance(x, Constant) else self.read(x, environment, on_demand) for x in equation.inputs]
-        with compat.equation_context(equation.source_info, equation.context):
-            return compat.bind_equation(equation.primitive, equation.params, inputs)
+        return bind(equation, inputs)
 
     def read(self, wanted: int, environment: dict[int, Any], on_demand: dict[int, Any]) -> Any:
-        """A stored value, or one on demand, made with all that it needs; without recursion, chains may be long."""
-        if wanted not in self.layout.on_demand:
+        """A stored value, or one on demand, made with all that it needs."""
+        makers = self.layout.on_demand
+        if wanted not in makers:
             return environment[wanted]
-        stack = [wanted]
-        while stack:
-            if stack[-1] in on_demand:
-                stack.pop()
-                continue
-            equation = self.program.equations[self.layout.on_demand[stack[-1]]]
-            missing = [
-                x
-                for x in equation.inputs
-                if not isinstance(x, Constant) and x in self.layout.on_demand and x not in on_demand
-            ]
-            if missing:
-                stack.extend(missing)
-                continue
-            results = self.bind(equation, environment, on_demand)
-            on_demand.update(zip(equation.outputs, results, strict=True))
-            stack.pop()
+        make_on_demand(self.program, makers, wanted, on_demand, lambda one: self.bind(one, environment, on_demand))
         return on_demand[wanted]
 
 
@@ -242,17 +219,16 @@ def stored_operands(program: Program, on_demand: dict[int, int], operands: Itera
     """The values, none of them on demand, that some operands are or are made of."""
     found: dict[int, None] = {}
     seen: set[int] = set()
-    stack = [x for x in reversed(list(operands)) if not isinstance(x, Constant)]
+    stack = values_among(operands)[::-1]
     while stack:
         value = stack.pop()
         if value in seen:
             continue
         seen.add(value)
-        if value not in on_demand:
+        if value in on_demand:
+            stack += reversed(program.equations[on_demand[value]].reads)
+        else:
             found[value] = None
-            continue
-        inputs = program.equations[on_demand[value]].inputs
-        stack.extend(x for x in reversed(inputs) if not isinstance(x, Constant))
     return found
 
 

@@ -26,6 +26,7 @@ from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.rewrites.masks import is_zero
 from remat_opt.rewrites.slices import Slice, at_once
 from remat_opt.trace import compat
+from remat_opt.trace.evaluation import bind, make_on_demand
 from remat_opt.trace.inline import Constant, Equation, scope_of
 from remat_opt.trace.platforms import GPUS
 
@@ -77,7 +78,7 @@ class _Writer:
         """Outputs that take the place of a donated argument.
 
         XLA's GPU compiler gives the gradient of a weight the layout that its convolution likes, and with it the updated
-        weight, from its update to the end of the step: a copy of all weights beside the donated ones.
+        weight, from its update to the end of the step: a copy of all weights in addition to the donated ones.
         """
         return frozenset(output for _, output in self.bridge.graph.aliases)
 
@@ -118,21 +119,20 @@ class _Writer:
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
             if first_run and op in self.guards:
-                self.behind_barrier(self.guards[op], environment, on_demand)
+                self.through_barrier(self.guards[op], environment, on_demand)
             barrier = self.barriers.get((self.run_index, op))
             if barrier and barrier.is_alone:
                 alone = {value: lax.optimization_barrier(environment[value]) for value in barrier.operands}
-                results = self.bind(equation, {**environment, **alone}, {}, again=not first_run)
+                results = self.bind(equation, {**environment, **alone}, {}, recomputed=not first_run)
             else:
                 if barrier:
                     self.wait(barrier, environment, on_demand)
-                results = self.bind(equation, environment, on_demand, again=not first_run)
+                results = self.bind(equation, environment, on_demand, recomputed=not first_run)
             environment.update(zip(equation.outputs, results, strict=True))
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
-                beside = [
-                    other for other in (self.in_one_barrier.get(value),) if other is not None and other in environment
-                ]
-                self.behind_barrier([value, *beside], environment, on_demand)
+                other = self.in_one_barrier.get(value)
+                values = [value] if other is None or other not in environment else [value, other]
+                self.through_barrier(values, environment, on_demand)
             if first_run:
                 for value in self.updated.intersection(equation.outputs):
                     environment[value] = compat.with_default_layout(environment[value])
@@ -140,18 +140,18 @@ class _Writer:
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
 
     def wait(self, barrier: Barrier, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
-        again = sorted(self.slices.keys() & barrier.operands)
-        for value in again:
-            self.read_again(value, barrier.results, environment)
-        together = (*(value for value in barrier.operands if value not in self.slices), *barrier.results)
-        self.behind_barrier(together, environment, on_demand)
-        self.drop_made_of(again, on_demand)
+        slices = sorted(self.slices.keys() & barrier.operands)
+        for value in slices:
+            self.reread(value, barrier.results, environment)
+        values = (*(value for value in barrier.operands if value not in self.slices), *barrier.results)
+        self.through_barrier(values, environment, on_demand)
+        self.drop_made_of(slices, on_demand)
 
-    def behind_barrier(self, together: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
-        """Put values behind one barrier, from where on they are read."""
-        behind = lax.optimization_barrier([environment[value] for value in together])
-        environment.update(zip(together, behind, strict=True))
-        self.drop_made_of(together, on_demand)
+    def through_barrier(self, values: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
+        """Take values through one barrier; they are read as its results from then on."""
+        results = lax.optimization_barrier([environment[value] for value in values])
+        environment.update(zip(values, results, strict=True))
+        self.drop_made_of(values, on_demand)
 
     def drop_made_of(self, values: Iterable[int], on_demand: dict[int, Any]) -> None:
         """What was made on demand of values as they were in front of a barrier."""
@@ -159,24 +159,24 @@ class _Writer:
             for made in self.made_of.get(value, ()):
                 on_demand.pop(made, None)
 
-    def read_again(self, value: int, after: Sequence[int], environment: dict[int, Any]) -> None:
+    def reread(self, value: int, after: Sequence[int], environment: dict[int, Any]) -> None:
         """Read a slice from its stack when some values have been computed."""
         environment[value], values = self.slices[value].after([environment[one] for one in after])
         environment.update(zip(after, values, strict=True))
 
     def bind(
-        self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any], *, again: bool = False
+        self, equation: Equation, environment: dict[int, Any], on_demand: dict[int, Any], *, recomputed: bool = False
     ) -> list[Any]:
         inputs = [self.read(atom, environment, on_demand) for atom in equation.inputs]
         if self.zeros_are_late and equation.primitive is P.scatter_add_p and self.is_zeros(equation.inputs[0]):
             aval = jax.ShapeDtypeStruct(inputs[0].shape, inputs[0].dtype)
             if are_worth_a_barrier([aval]):
                 (inputs[0],), inputs[2] = zeros_after([aval], inputs[2])
-        scope = scope_of(self.program, equation) if again else None
-        with compat.equation_context(equation.source_info, equation.context, scope):
-            if equation.primitive is P.scan_p and (awaited := self.awaited_by(equation)):
+        scope = scope_of(self.program, equation) if recomputed else None
+        if equation.primitive is P.scan_p and (awaited := self.awaited_by(equation)):
+            with compat.equation_context(equation.source_info, equation.context, scope):
                 return loop_with_late_stacks(equation.params, inputs, awaited)
-            return compat.bind_equation(equation.primitive, equation.params, inputs)
+        return bind(equation, inputs, scope)
 
     def awaited_by(self, equation: Equation) -> range:
         """Operands of a loop that its stacks are to wait for: what it starts from, and what it goes through."""
@@ -199,41 +199,25 @@ class _Writer:
         if atom not in self.bridge.on_demand:
             return environment[atom]
         if atom not in on_demand:
-            self.make_on_demand(atom, environment, on_demand)
-        return on_demand[atom]
 
-    def make_on_demand(self, wanted: int, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
-        """Evaluate a constant or virtual value and all it needs; without recursion, since chains may be long."""
-        stack = [wanted]
-        while stack:
-            if stack[-1] in on_demand:
-                stack.pop()
-                continue
-            equation = self.program.equations[self.bridge.on_demand[stack[-1]]]
-            missing = [
-                atom
-                for atom in equation.inputs
-                if not isinstance(atom, Constant) and atom in self.bridge.on_demand and atom not in on_demand
-            ]
-            if missing:
-                stack.extend(missing)
-                continue
-            on_demand.update(zip(equation.outputs, self.bind(equation, environment, on_demand), strict=True))
-            self.note_sources(equation)
-            stack.pop()
+            def run(equation: Equation) -> list[Any]:
+                self.note_sources(equation)
+                return self.bind(equation, environment, on_demand)
+
+            make_on_demand(self.program, self.bridge.on_demand, atom, on_demand, run)
+        return on_demand[atom]
 
     def note_sources(self, equation: Equation) -> None:
         if self.sources.keys() >= set(equation.outputs):
             return
-        read = [atom for atom in equation.inputs if not isinstance(atom, Constant)]
-        sources = frozenset().union(*(self.sources.get(value, (value,)) for value in read))
+        sources = frozenset().union(*(self.sources.get(value, (value,)) for value in equation.reads))
         for output in equation.outputs:
             self.sources[output] = sources
             for source in sources:
                 self.made_of.setdefault(source, []).append(output)
 
     def recompute(self, ops: Sequence[int], crossing: Crossing, follows: Sequence[int]) -> dict[int, Any]:
-        """Run ops again behind a barrier.
+        """Recompute ops after a barrier.
 
         Returns:
             What was made on demand, and the ops of the run that follows without a barrier read too. (A compiler would
@@ -241,10 +225,10 @@ class _Writer:
         """
         past = self.past_the_barrier(ops, crossing)
         if self.slices and crossing.waits:
-            again = self.slices.keys() & crossing.covered
-            for value in sorted(again):
-                self.read_again(value, crossing.waits[:1], self.environment)
-            past |= again
+            slices = self.slices.keys() & crossing.covered
+            for value in sorted(slices):
+                self.reread(value, crossing.waits[:1], self.environment)
+            past |= slices
         covered = [value for value in crossing.covered if value not in past or value in crossing.reads]
         results = (*crossing.makes, *(value for value in crossing.passed_on if value not in past))
 
@@ -269,8 +253,8 @@ class _Writer:
         found: dict[int, bool] = {}
         stack = [self.bridge.equation_of[op] for op in reversed(ops)]
         while stack:
-            for atom in self.program.equations[stack.pop()].inputs:
-                if isinstance(atom, Constant) or atom not in self.bridge.on_demand or atom in found:
+            for atom in self.program.equations[stack.pop()].reads:
+                if atom not in self.bridge.on_demand or atom in found:
                     continue
                 found[atom] = atom in made and bool(self.sources[atom])  # constants are made afresh
                 if atom not in made:
@@ -284,10 +268,10 @@ class _Writer:
         inputs goes through the barrier.
         """
         graph = self.bridge.graph
-        behind = set(crossing.covered) - self.gathered
+        after = set(crossing.covered) - self.gathered
         for op in ops if self.gathered else ():
             reads = graph.ops[op].inputs
-            if reads and behind.isdisjoint(reads):
-                behind.add(max(reads, key=lambda value: graph.sizes[value]))
-            behind.update(graph.ops[op].outputs)
-        return self.gathered - behind
+            if reads and after.isdisjoint(reads):
+                after.add(max(reads, key=lambda value: graph.sizes[value]))
+            after.update(graph.ops[op].outputs)
+        return self.gathered - after

@@ -27,11 +27,7 @@ LEAST_BYTES = 2**20
 
 
 def zeros_after(avals: Sequence[Any], wanted: Any) -> tuple[list[Any], Any]:
-    """Arrays of zeros that are made when something is there.
-
-    Args:
-        avals: shapes and types of the arrays.
-        wanted: what is waited for.
+    """Arrays of zeros that are made when what is wanted is there; and that, as it is to be read from then on.
 
     Returns:
         The arrays, and what was waited for.
@@ -63,17 +59,12 @@ def stacks_of(params: dict[str, Any]) -> list[jax.ShapeDtypeStruct]:
 
 
 def loop_with_late_stacks(params: dict[str, Any], inputs: Sequence[Any], awaited: Sequence[int]) -> list[Any]:
-    """A `scan` whose stacks are made when what it reads is there: they are carried from step to step.
-
-    Args:
-        params: of the equation.
-        inputs: constants, first carries and arrays to go through.
-        awaited: which of the inputs are waited for.
-    """
+    """A `scan` whose stacks are made when those of its inputs that are awaited are there: they are carried from step to
+    step."""
     constants, carries = compat.scan_counts(params)
     inputs = list(inputs)
-    stacks, behind = zeros_after(stacks_of(params), [inputs[index] for index in awaited])
-    for index, one in zip(awaited, behind, strict=True):
+    stacks, given = zeros_after(stacks_of(params), [inputs[index] for index in awaited])
+    for index, one in zip(awaited, given, strict=True):
         inputs[index] = one
     fixed, first, arrays = inputs[:constants], inputs[constants : constants + carries], inputs[constants + carries :]
     step_of = extend_core.jaxpr_as_fun(params["jaxpr"])

@@ -145,6 +145,7 @@ def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[in
     kernels = _turned_kernels(program) if platform in GPUS else {}
     readers = collections.Counter(x for e in program.equations for x in {*e.inputs} if isinstance(x, int))
     readers.update(x for x in program.outputs if isinstance(x, int))
+    peak_of_body = in_its_own_order(rates)
     for index, equation in enumerate(program.equations):
         if is_constant(equation, read.constants):
             read.constants.update(dict.fromkeys(equation.outputs, index))
@@ -156,7 +157,7 @@ def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[in
         inputs = tuple(dict.fromkeys(kernels.get(value, value) for value in op.inputs)) if kernels else op.inputs
         inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
         if inside is None:
-            inside = workspace_of_loops(equation.primitive, equation.params, in_its_own_order(rates))
+            inside = workspace_of_loops(equation.primitive, equation.params, peak_of_body)
         space = max(workspace_of(equation, program, platform), inside)
         space -= _carried_in_place(equation, program, inputs, readers)
         # A GPU's pool is a loop like others, into which its operand is fused.
@@ -251,10 +252,13 @@ def workspace_of_loops(primitive: Any, params: dict[str, Any], peak_of_body: Pea
 
 def in_its_own_order(rates: Rates) -> PeakOfBody:
     """The peak of a body as the searches see it, in the order in which it is written."""
+    known: dict[int, tuple[Any, int]] = {}  # by id, with the jaxpr, which keeps the id its own
 
     def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
-        body = inline(jaxpr, keep_checkpoints=True)
-        return peak_as_written(body, rates, reusing=primitive is compat.shard_map_p)
+        if id(jaxpr) not in known:
+            reusing = primitive is compat.shard_map_p
+            known[id(jaxpr)] = jaxpr, peak_as_written(inline(jaxpr, keep_checkpoints=True), rates, reusing=reusing)
+        return known[id(jaxpr)][1]
 
     return peak_of_body
 

@@ -8,7 +8,7 @@ forward pass of the network; only a budget may ask for it.
 
 Under a budget: take the options with the least extra time that fit. They are found by replacing one option at a time by
 a smaller one, the replacement with the fewest seconds per byte first. Equal pairs share their options, which are
-searched once, and are replaced together; the last replacement takes only as many of them as the budget needs.
+searched once, and are replaced at the same time; the last replacement takes only as many of them as the budget needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from remat_opt.trace.inline import Program
 MOST_EXTRA = 0.35
 MOST_EXTRA_TWICE = 0.70
 SECOND_PASS_THRESHOLD = 0.15
-GAIN_THRESHOLD = 0.98  # an option with more than this part of the bytes as given is no gain
+GAIN_THRESHOLD = 0.98  # an option with more than this part of the original bytes is no gain
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +57,7 @@ class LoopChoices:
     Attributes:
         pairs: all pairs of the program.
         chosen: for pairs that are rewritten, by their position, what is done to them.
-        options: the pairs with all their options.
+        options: of all pairs; none where it is a user's plan that says what is chosen.
         left: for each loop that has to stay as it is, the reason.
         inside: None where bodies of loops are as they were, else the share of memory that they were rewritten for.
         bodies: how many bodies of loops were rewritten, with their own pairs and segments.
@@ -88,20 +88,10 @@ class LoopChoices:
         """The pairs that are rewritten."""
         found = []
         for at, choice in self.chosen:
-            given, picked = (self.options[at].options[0], self._picked(at, choice)) if self.options else (None, None)
-            sizes = (given and given.bytes, picked and picked.bytes)
-            found.append(WrittenPair(self.pairs[at].length, choice, *sizes))
+            options = self.options[at].options if self.options else ()
+            sizes = {option.choice: option.bytes for option in options}
+            found.append(WrittenPair(self.pairs[at].length, choice, sizes.get(None), sizes.get(choice)))
         return tuple(found)
-
-    @property
-    def extra_flops(self) -> float:
-        """FLOPs beyond those of the loops as they are."""
-        return sum(self._picked(at, choice).extra_flops for at, choice in self.chosen)
-
-    @property
-    def extra_seconds(self) -> float:
-        """Estimated seconds beyond those of the loops as they are."""
-        return sum(self._picked(at, choice).extra_seconds for at, choice in self.chosen)
 
     @property
     def most_extra(self) -> float:
@@ -111,30 +101,16 @@ class LoopChoices:
         recurrent = any(self.options[at].is_recurrent for at, _ in self.chosen)
         return MOST_EXTRA_TWICE if recurrent else MOST_EXTRA
 
-    def _picked(self, at: int, choice: LoopChoice) -> Option:
-        return next(option for option in self.options[at].options if option.choice == choice)
-
 
 def choose(
-    program: Program,
-    rates: Rates,
-    aliases: Sequence[tuple[int, int]] = (),
-    budget: int | None = None,
-    *,
-    keep_checkpoints: bool = False,
+    program: Program, rates: Rates, aliases: Sequence[tuple[int, int]] = (), *, keep_checkpoints: bool = False
 ) -> LoopChoices:
-    """Choose for all pairs of a program.
-
-    Args:
-        program: the flat step.
-        rates: the target.
-        aliases: (input, output) pairs of the program that share one buffer.
-        budget: bytes that the loops may need together; None for the least memory.
-        keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
-    """
-    found, options, share = _options_of(program, rates, aliases, keep_checkpoints)
-    picked = [least_bytes(one, share) for one in options] if budget is None else within_budget(options, budget)
-    return _choices_of(found, options, picked)
+    """Choose the least memory for all pairs of a program; arguments as of `ways_to_write`."""
+    pairs, options, share = _options_of(program, rates, aliases, keep_checkpoints)
+    picked = []
+    for once, twice in (_once_and_twice(pair, share) for pair in options):
+        picked.append(twice if twice.bytes <= (1 - SECOND_PASS_THRESHOLD) * once.bytes else once)
+    return _choices_of(pairs, options, picked)
 
 
 def ways_to_write(
@@ -152,11 +128,11 @@ def ways_to_write(
         program: the flat step.
         rates: the target.
         aliases: (input, output) pairs of the program that share one buffer.
-        levels: for how many budgets between the least bytes and the bytes as given the least time is chosen.
+        levels: for how many budgets between the least bytes and the original ones the least time is chosen.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         steps: searches schedules of a step of a reverse loop.
     """
-    found, options, share = _options_of(program, rates, aliases, keep_checkpoints, steps)
+    pairs, options, share = _options_of(program, rates, aliases, keep_checkpoints, steps)
     original = [pair.options[0] for pair in options]
     both = [_once_and_twice(pair, share) for pair in options]
     ways = [original, *([picked[most] for picked in both] for most in (0, 1))]
@@ -164,7 +140,7 @@ def ways_to_write(
     ways += (within_budget(options, int(least * (plain / least) ** (level / levels))) for level in range(levels))
     different: dict[tuple, LoopChoices] = {}
     for number, picked in enumerate(ways):
-        choices = dataclasses.replace(_choices_of(found, options, picked), for_budgets=number > 2)
+        choices = dataclasses.replace(_choices_of(pairs, options, picked), for_budgets=number > 2)
         different.setdefault(choices.chosen, choices)
     return tuple(different.values())
 
@@ -177,96 +153,64 @@ def _options_of(
     steps: StepSearch | None = None,
 ) -> tuple[Pairs, tuple[PairOptions, ...], float]:
     """The pairs with their options, and the program's FLOPs as a multiple of the pairs'."""
-    found = find_pairs(program, keep_checkpoints=keep_checkpoints)
+    pairs = find_pairs(program, keep_checkpoints=keep_checkpoints)
     of_equal: dict[Hashable, PairOptions] = {}
-    options = tuple(_pair_options(program, pair, rates, aliases, found.pairs, steps, of_equal) for pair in found.pairs)
+    options = []
+    for pair in pairs.pairs:
+        update = find_update(program, pair, aliases, pairs.pairs)
+        key = pair_key(program, pair, update)
+        if key not in of_equal:
+            of_equal[key] = pair_options(program, pair, rates, update, steps)
+        options.append(of_equal[key])
     flops = sum(flops_of(equation, program) for equation in program.equations)
-    return found, options, flops / (sum(one.flops for one in options) or 1.0)
+    return pairs, tuple(options), flops / (sum(one.flops for one in options) or 1.0)
 
 
-def _pair_options(
-    program: Program,
-    pair: Pair,
-    rates: Rates,
-    aliases: Sequence[tuple[int, int]],
-    pairs: Sequence[Pair],
-    steps: StepSearch | None,
-    of_equal: dict[Hashable, PairOptions],
-) -> PairOptions:
-    """A pair's options, those of an equal one where there is one in `of_equal`; else they are added to it."""
-    update = find_update(program, pair, aliases, pairs)
-    key = pair_key(program, pair, update)
-    if key not in of_equal:
-        of_equal[key] = pair_options(program, pair, rates, update, steps)
-    return dataclasses.replace(of_equal[key], pair=pair)
-
-
-def _choices_of(found: Pairs, options: tuple[PairOptions, ...], picked: Sequence[Option]) -> LoopChoices:
+def _choices_of(pairs: Pairs, options: tuple[PairOptions, ...], picked: Sequence[Option]) -> LoopChoices:
     chosen = tuple((at, option.choice) for at, option in enumerate(picked) if option.choice is not None)
-    return LoopChoices(found.pairs, chosen, options, found.left)
-
-
-def least_bytes(pair: PairOptions, share: float = 1.0) -> Option:
-    """The option with the fewest bytes at a bearable price.
-
-    Args:
-        pair: the options.
-        share: FLOPs that the price is a part of, as a multiple of the pair's own.
-    """
-    once, twice = _once_and_twice(pair, share)
-    return twice if twice.bytes <= (1 - SECOND_PASS_THRESHOLD) * once.bytes else once
+    return LoopChoices(pairs.pairs, chosen, options, pairs.left)
 
 
 def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
-    """The fewest bytes with one extra forward pass, and with two."""
-    once = _fewest_bytes(pair, MOST_EXTRA * share)
-    most = MOST_EXTRA_TWICE if pair.is_recurrent else MOST_EXTRA
-    return once, _fewest_bytes(pair, most * share)
-
-
-def _fewest_bytes(pair: PairOptions, most: float) -> Option:
-    """The option with the fewest bytes and at most so many extra FLOPs as a multiple of the pair's own."""
-    given = pair.options[0]
-    best = min((o for o in pair.options if o.extra_flops <= most * pair.flops), key=_order)
-    return best if best.bytes <= GAIN_THRESHOLD * given.bytes else given
+    """The fewest bytes with one extra forward pass, and with two, of a program with `share` times the pair's FLOPs."""
+    original = pair.options[0]
+    found = []
+    for most in (MOST_EXTRA, MOST_EXTRA_TWICE if pair.is_recurrent else MOST_EXTRA):
+        allowed = (option for option in pair.options if option.extra_flops <= most * share * pair.flops)
+        best = min(allowed, key=lambda option: (option.bytes, option.extra_flops))
+        found.append(best if best.bytes <= GAIN_THRESHOLD * original.bytes else original)
+    return found[0], found[1]
 
 
 def within_budget(pairs: Sequence[PairOptions], budget: int) -> list[Option]:
-    """One option for each pair that together need at most `budget` bytes, or the least that was found."""
+    """One option for each pair, which need at most `budget` bytes in all, or the least that was found."""
     picked = [pair.options[0] for pair in pairs]
     equal: dict[int, list[int]] = {}
     for at, pair in enumerate(pairs):
-        equal.setdefault(id(pair.options), []).append(at)
+        equal.setdefault(id(pair), []).append(at)
     while needed(picked) > budget:
         steps = []
-        for together in equal.values():
-            pair, before = pairs[together[0]], picked[together[0]]
+        for group in equal.values():
+            pair, before = pairs[group[0]], picked[group[0]]
             for option in pair.options:
                 gain = before.bytes - option.bytes
                 if gain > 0 and option.extra_flops <= MOST_EXTRA_TWICE * pair.flops:
-                    enough = needed(_exchanged(picked, together, option)) <= budget
+                    enough = needed(_exchanged(picked, group, option)) <= budget
                     more = max(option.extra_seconds - before.extra_seconds, 0.0)
                     # What is enough by itself is judged by its time alone, what is not by time for each byte.
-                    steps.append((not enough, more if enough else more / gain, -gain, together, option))
+                    steps.append((not enough, more if enough else more / gain, -gain, group, option))
         if not steps:
             break
-        _, _, _, together, option = min(steps, key=lambda step: step[:4])
-        every = (_exchanged(picked, together[:count], option) for count in range(1, len(together) + 1))
-        picked = next((one for one in every if needed(one) <= budget), _exchanged(picked, together, option))
+        _, _, _, group, option = min(steps, key=lambda step: step[:4])
+        every = (_exchanged(picked, group[:count], option) for count in range(1, len(group) + 1))
+        picked = next((one for one in every if needed(one) <= budget), _exchanged(picked, group, option))
     return picked
 
 
 def _exchanged(picked: Sequence[Option], which: Sequence[int], option: Option) -> list[Option]:
-    exchanged = list(picked)
-    for at in which:
-        exchanged[at] = option
-    return exchanged
+    return [option if at in which else before for at, before in enumerate(picked)]
 
 
 def needed(picked: Sequence[Option]) -> int:
-    """Bytes that loops need together: all that they keep, and the most that one of them needs while it runs."""
+    """Bytes that loops need in all: what they save, and the most that one of them needs while it runs."""
     return sum(option.kept_bytes for option in picked) + max((option.transient_bytes for option in picked), default=0)
-
-
-def _order(option: Option) -> tuple:
-    return (option.bytes, option.extra_flops)

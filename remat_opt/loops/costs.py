@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable
 
 from remat_opt.graph.build import (
     Bridge,
@@ -17,13 +17,11 @@ from remat_opt.graph.build import (
 )
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
-from remat_opt.loops.body import Atom, slice_back
+from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import Chunks, LoopChoice
-from remat_opt.loops.constants import constant_equations
 from remat_opt.loops.division import ChunkKind, LastChunk
-from remat_opt.loops.memory import ChunkSizes, chunk_sizes, memory_of
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.recomputation import Recomputation, Recomputations, joint_step, recomputation
+from remat_opt.loops.recomputation import Recomputation, joint_step, recomputation
 from remat_opt.loops.steps import StepCost, StepCosts, StepSearch
 from remat_opt.loops.update import Update
 from remat_opt.trace.flops import flops_of
@@ -39,7 +37,7 @@ class Option:
     Attributes:
         choice: what is done; None leaves the pair as it is.
         kept_bytes: stacks and carries that live from the forward to the reverse loop.
-        transient_bytes: what the reverse loop needs beside them while it runs: the peak of one step, the carries of a
+        transient_bytes: what the reverse loop needs in addition while it runs: the peak of one step, the carries of a
             chunk, the stacks of gradients that it leaves to an update outside.
         extra_flops: FLOPs beyond those of the pair as it is.
         extra_seconds: estimated seconds beyond those of the pair as it is.
@@ -64,22 +62,56 @@ class Work:
     flops: float
     seconds: float
 
+    @staticmethod
+    def of(runs: Iterable[tuple[int, Work]]) -> Work:
+        """The sum over (times, work)."""
+        runs = list(runs)
+        return Work(sum(times * one.flops for times, one in runs), sum(times * one.seconds for times, one in runs))
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RepeatedStep:
-    """What one step of the reverse loop repeats, with its costs.
+
+@dataclasses.dataclass(frozen=True)
+class ChunkSizes:
+    """Bytes of one chunk of a loop.
 
     Attributes:
-        repeats: what it repeats.
-        again: of what it repeats for its residuals.
-        advance: of what its chunk repeats to come to the next step.
-        costs: of the whole step, for each of its schedules.
+        first: the carries that it starts from, which the forward loop saves.
+        each: carries and residuals of one of its steps, but the last one.
+        last: carries of its last step, whose residuals are not saved.
+        step: peak of one of its steps, without the stacks that it reads.
     """
 
-    repeats: Recomputation
-    again: Work
-    advance: Work
+    first: int
+    each: int
+    last: int
+    step: int
+
+    def saved(self, steps: int) -> int:
+        """What there is of a chunk of so many steps when it starts to run in reverse; of the last chunk the forward
+        loop saves it."""
+        return (steps - 1) * self.each + self.last
+
+    def peak(self, steps: int) -> int:
+        """What the chunk needs in addition to the first carries of the chunks."""
+        return self.saved(steps) + self.step
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StepKind:
+    """Steps of the reverse loop that recompute the same.
+
+    Attributes:
+        recomputation: what they recompute.
+        costs: of the whole step, for each of its schedules.
+        is_alone: nothing but carries is saved for them.
+    """
+
+    recomputation: Recomputation
     costs: StepCosts
+    is_alone: bool
+
+    def schedule(self, step_bytes: int | None) -> StepCost:
+        """See `LoopChoice.step_bytes`."""
+        return self.costs.chosen(step_bytes, is_alone=self.is_alone)
 
 
 class PairCosts:
@@ -101,172 +133,200 @@ class PairCosts:
         self.rates = rates
         self.update = update
         self.step_search = steps
-        self.known_steps: dict[tuple[frozenset[int], frozenset[int] | None], RepeatedStep] = {}
-        self.known_first: dict[tuple[Atom, ...], Work] = {}
-        loop = pair.forward
-        graph = self.forward_bridge.graph
-        self.flops = [flops_of(equation, loop.body) for equation in loop.body.equations]
-        self.seconds = [0.0] * len(self.flops)
-        self.expensive: list[int] = []  # equations whose results are worth keeping
-        for op, index in enumerate(self.forward_bridge.equation_of):
-            self.seconds[index] = graph.ops[op].seconds
-            if graph.ops[op].kind in EXPENSIVE:
-                self.expensive.append(index)
+        self.known_steps: dict[tuple[frozenset[int], frozenset[int] | None], StepKind] = {}
+        self.known_work: dict[tuple[int, ...], Work] = {}
+        self.known_forward: dict[tuple[Atom, ...], Work] = {}
 
     @functools.cached_property
     def forward_bridge(self) -> Bridge:
         return build(self.pair.forward.body, self.rates)
 
     @functools.cached_property
-    def original(self) -> Work:
+    def expensive(self) -> list[int]:
+        """Equations of the forward body whose results are worth saving."""
+        ops = zip(self.forward_bridge.equation_of, self.forward_bridge.graph.ops, strict=True)
+        return [index for index, op in ops if op.kind in EXPENSIVE]
+
+    @functools.cached_property
+    def work_of_equations(self) -> list[Work]:
+        """Of each equation of the forward body."""
+        body, bridge = self.pair.forward.body, self.forward_bridge
+        seconds = dict(zip(bridge.equation_of, (op.seconds for op in bridge.graph.ops), strict=True))
+        return [Work(flops_of(one, body), seconds.get(index, 0.0)) for index, one in enumerate(body.equations)]
+
+    def work(self, equations: tuple[int, ...]) -> Work:
+        """Of some equations of the forward body."""
+        if equations not in self.known_work:
+            self.known_work[equations] = Work.of((1, self.work_of_equations[index]) for index in equations)
+        return self.known_work[equations]
+
+    @functools.cached_property
+    def original_flops(self) -> float:
         """Of both loops as they are."""
-        loops = (self.pair.forward.equation, self.pair.backward.equation)
-        backward = build(self.pair.backward.body, self.rates).graph
-        seconds = self.pair.length * (self.forward_bridge.graph.seconds + backward.seconds)
-        return Work(sum(flops_of(equation, self.program) for equation in loops), seconds)
+        return sum(flops_of(loop.equation, self.program) for loop in (self.pair.forward, self.pair.backward))
 
     @functools.cached_property
     def is_recurrent(self) -> bool:
         """Whether the steps have their weights in common, as over time, and not one slice of stacks each, as layers."""
-        loop, known = self.pair.forward, constant_equations(self.program)
+        loop = self.pair.forward
         in_common = [
             value
             for value, atom in zip(loop.body_constants, loop.constants, strict=True)
-            if not isinstance(atom, Constant) and atom not in known
+            if not isinstance(atom, Constant) and atom not in self.program.constant
         ]
         return self.body_bytes(in_common) > self.body_bytes(loop.body_xs)
 
     def original_option(self) -> Option:
         """The pair as it is."""
-        kept = sum(self.stack_bytes(self.pair.forward.ys[y]) for y in self.pair.residual_ys)
+        kept = self.stack_bytes(self.pair.forward.ys[y] for y in self.pair.residual_ys)
         backward = self.pair.backward.equation
         peak = workspace_of_loops(backward.primitive, backward.params, in_its_own_order(self.rates))
         return Option(None, kept, peak + self.gradient_bytes(False), 0.0, 0.0)
 
     def option(self, choice: LoopChoice) -> Option:
         """The pair as a choice says."""
-        groups = choice.groups(self.pair.length) if choice.chunk is not None else ()
-        alone = self.steps(choice.saved, None if choice.chunk is None else frozenset())
-        of_group = [self.steps(choice.saved, chunks.in_chunk) for chunks in groups]
-        repeats = Recomputations(alone.repeats, tuple(group.repeats for group in of_group))
-        peaks = {
-            one.repeats: one.costs.chosen(choice.step_bytes, is_alone=one is alone).peak for one in (alone, *of_group)
-        }
-        kept, transient = memory_of(self.pair, choice, repeats, peaks.__getitem__)
-        runs = self._forward_recomputed(choice, repeats)
+        kept, transient = self.memory(choice)
+        extra = Work.of(self.runs(choice))
+        return Option(choice, kept, transient + self.gradient_bytes(choice.update), extra.flops, extra.seconds)
+
+    def memory(self, choice: LoopChoice) -> tuple[int, int]:
+        """What is saved from the forward to the reverse loop, and what the reverse loop needs in addition, in bytes."""
+        alone, of_group = self.kinds(choice)
+        length, groups = self.pair.length, choice.groups(self.pair.length)
+        saved = length * self.body_bytes({v for kind in (alone, *of_group) for v in kind.recomputation.saved})
         if choice.chunk is None:
-            runs += _steps_recomputed(self.pair.length, alone, choice.step_bytes, is_alone=True)
-        else:
-            last = Chunks(1, choice.last_chunk(self.pair.length), choice.in_chunk)
-            runs.append((self.pair.length, self._selected(choice, groups, repeats)))
-            for chunks, group in zip(groups, of_group, strict=True):
-                runs += _chunks_recomputed(chunks, alone, group, choice.step_bytes, is_last=False)
-            runs += _chunks_recomputed(last, alone, of_group[-1], choice.step_bytes, is_last=True)
-        return Option(
-            choice,
-            kept,
-            transient + self.gradient_bytes(choice.update),
-            _flops_of(runs),
-            sum(times * work.seconds for times, work in runs),
+            carries = self.carry_bytes(alone.recomputation.carries)
+            return saved + length * carries, alone.schedule(choice.step_bytes).peak
+        # From the chunks that run in reverse last to those that are first.
+        peak = firsts = saved
+        for chunks, kind in zip(groups, of_group, strict=True):
+            if chunks.number:
+                sizes = self.chunk_sizes(alone, kind, choice.step_bytes, is_single=chunks.steps == 1)
+                firsts += chunks.number * sizes.first
+                peak = max(peak, firsts + sizes.peak(chunks.steps))
+        last = choice.last_chunk(length)
+        sizes = self.chunk_sizes(alone, of_group[-1], choice.step_bytes, is_single=last == 1, is_last=True)
+        kept = firsts + sizes.saved(last)
+        return kept, max(peak, kept + sizes.step) - kept
+
+    def chunk_sizes(
+        self,
+        alone: StepKind,
+        others: StepKind,
+        step_bytes: int | None,
+        *,
+        is_single: bool = False,
+        is_last: bool = False,
+    ) -> ChunkSizes:
+        """Bytes of chunks of one kind.
+
+        Args:
+            alone: the chunk's last step.
+            others: its other steps.
+            step_bytes: see `LoopChoice`.
+            is_single: it has one step.
+            is_last: of the last chunk, all of whose carries the forward loop saves.
+        """
+        first, carries = (
+            self.carry_bytes(at) for at in (others.recomputation.forward_carries, alone.recomputation.carries)
         )
+        peak, in_chunk = alone.schedule(step_bytes).peak, others.recomputation.in_chunk
+        if is_single or not in_chunk:
+            return ChunkSizes(first, carries, carries, peak)
+        each = self.body_bytes(in_chunk) + (carries if is_last else self.carry_bytes(others.recomputation.carries))
+        return ChunkSizes(first, each, carries if is_last else first, max(peak, others.schedule(step_bytes).peak))
+
+    def runs(self, choice: LoopChoice) -> list[tuple[int, Work]]:
+        """What the loops do beyond those as they are: how often, and the work."""
+        alone, of_group = self.kinds(choice)
+        loop, length = self.pair.forward, self.pair.length
+        kinds, groups = (alone, *of_group), choice.groups(length)
+        in_last = kinds[-1].recomputation.in_chunk
+        saved = sorted({value for kind in kinds for value in kind.recomputation.saved})
+        # The forward loop leaves out what only the residuals needed.
+        wanted = (*loop.next_carry, *(loop.body_ys[y] for y in self.pair.kept_ys), *saved, *in_last)
+        if wanted not in self.known_forward:
+            self.known_forward[wanted] = self.work(loop.body.slice_back(wanted).equations)
+        runs = [(length, self.known_forward[wanted]), (-length, self.work(tuple(range(len(loop.body.equations)))))]
+        if not groups:
+            return runs + self.steps_recomputed(length, alone, choice.step_bytes)
+        # It selects for the stacks that may not be written by every step.
+        last = Chunks(1, choice.last_chunk(length), choice.in_chunk)
+        selected = [
+            loop.body_carry[at]
+            for chunks, kind in zip(groups, of_group, strict=True)
+            for at in kind.recomputation.forward_carries
+            if chunks.number
+        ]
+        selected += in_last if last.steps > 1 else ()
+        runs.append((length, Work(sum(math.prod(loop.body.avals[value].shape) for value in selected), 0.0)))
+        for chunks, kind in zip(groups, of_group, strict=True):
+            runs += self.chunks_recomputed(chunks, alone, kind, choice.step_bytes, is_last=False)
+        return runs + self.chunks_recomputed(last, alone, of_group[-1], choice.step_bytes, is_last=True)
+
+    def chunks_recomputed(
+        self, chunks: Chunks, alone: StepKind, others: StepKind, step_bytes: int | None, *, is_last: bool
+    ) -> list[tuple[int, Work]]:
+        """What the reverse loop recomputes for some chunks; it has all carries of the last one."""
+        count = chunks.number * (chunks.steps - 1)
+        runs = self.steps_recomputed(chunks.number, alone, step_bytes)
+        runs += self.steps_recomputed(count, others, step_bytes)
+        return runs if is_last else [*runs, (count, self.work(others.recomputation.forward.equations))]
+
+    def steps_recomputed(self, times: int, kind: StepKind, step_bytes: int | None) -> list[tuple[int, Work]]:
+        schedule = kind.schedule(step_bytes)
+        residuals = self.work(kind.recomputation.residuals.equations)
+        return [(times, residuals), (times, Work(schedule.extra_flops, schedule.extra_seconds))]
 
     def chunk_kind(self, steps: int, in_chunk: frozenset[int], step_bytes: int | None) -> ChunkKind:
         """Chunks of several steps, for a division of the loop."""
-        alone, group, sizes = self._chunk(in_chunk, step_bytes, is_last=False)
-        runs = _chunks_recomputed(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=False)
-        return ChunkKind(steps, in_chunk, sizes.turned_round(steps), _flops_of(runs))
+        alone, others = self.steps(frozenset(), frozenset()), self.steps(frozenset(), in_chunk)
+        runs = self.chunks_recomputed(Chunks(1, steps, in_chunk), alone, others, step_bytes, is_last=False)
+        peak = self.chunk_sizes(alone, others, step_bytes).peak(steps)
+        return ChunkKind(steps, in_chunk, peak, Work.of(runs).flops)
 
     def last_chunk(self, in_chunk: frozenset[int], step_bytes: int | None) -> LastChunk:
         """The last chunk of such a division."""
-        alone, group, sizes = self._chunk(in_chunk, step_bytes, is_last=True)
-        single, pair = (
-            _flops_of(_chunks_recomputed(Chunks(1, steps, in_chunk), alone, group, step_bytes, is_last=True))
+        alone, others = self.steps(frozenset(), frozenset()), self.steps(frozenset(), in_chunk)
+        one, two = (
+            Work.of(self.chunks_recomputed(Chunks(1, steps, in_chunk), alone, others, step_bytes, is_last=True)).flops
             for steps in (1, 2)
         )
-        return LastChunk(in_chunk, sizes.turned_round(1), sizes.each, single, pair - single)
+        sizes = self.chunk_sizes(alone, others, step_bytes, is_last=True)
+        return LastChunk(in_chunk, sizes.peak(1), sizes.each, one, two - one)
 
     def first_bytes(self, in_chunk: frozenset[int]) -> int:
         """Of the carries that a chunk starts from."""
-        return self._chunk(in_chunk, None, is_last=False)[2].first
+        return self.carry_bytes(self.steps(frozenset(), in_chunk).recomputation.forward_carries)
 
-    def _chunk(
-        self, in_chunk: frozenset[int], step_bytes: int | None, *, is_last: bool
-    ) -> tuple[RepeatedStep, RepeatedStep, ChunkSizes]:
-        alone, group = self.steps(frozenset(), frozenset()), self.steps(frozenset(), in_chunk)
-        peaks = {one.repeats: one.costs.chosen(step_bytes, is_alone=one is alone).peak for one in (alone, group)}
-        return alone, group, chunk_sizes(self.pair, alone.repeats, group.repeats, peaks.__getitem__, is_last=is_last)
+    def kinds(self, choice: LoopChoice) -> tuple[StepKind, list[StepKind]]:
+        """Steps for which nothing but carries is saved, and the other steps of each group of chunks."""
+        alone = self.steps(choice.saved, None if choice.chunk is None else frozenset())
+        return alone, [self.steps(choice.saved, chunks.in_chunk) for chunks in choice.groups(self.pair.length)]
 
-    def _forward_recomputed(self, choice: LoopChoice, repeats: Recomputations) -> list[tuple[int, Work]]:
-        """The forward loop beyond the one as it is: it leaves out what only the residuals needed."""
-        loop, length = self.pair.forward, self.pair.length
-        in_last = repeats.last_chunk.in_chunk if choice.chunk is not None else ()
-        wanted = (*loop.next_carry, *(loop.body_ys[y] for y in self.pair.kept_ys), *repeats.saved, *in_last)
-        if wanted not in self.known_first:
-            self.known_first[wanted] = self.work(slice_back(loop, wanted).equations)
-        return [(length, self.known_first[wanted]), (-length, self.work(range(len(self.flops))))]
-
-    def _selected(self, choice: LoopChoice, groups: Sequence[Chunks], repeats: Recomputations) -> Work:
-        """What a step of the forward loop selects for the stacks that may not be written by every step."""
-        loop = self.pair.forward
-        values = [
-            loop.body_carry[at]
-            for chunks, again in zip(groups, repeats.of_group, strict=True)
-            for at in again.advanced
-            if chunks.number
-        ]
-        if choice.last_chunk(self.pair.length) > 1:
-            values += repeats.last_chunk.in_chunk
-        return Work(sum(math.prod(loop.body.avals[value].shape) for value in values), 0.0)
-
-    def steps(self, saved: frozenset[int], in_chunk: frozenset[int] | None) -> RepeatedStep:
-        """What a step repeats; `in_chunk` is None for one level."""
+    def steps(self, saved: frozenset[int], in_chunk: frozenset[int] | None) -> StepKind:
+        """Steps that recompute the same; `in_chunk` is None for one level."""
         if (saved, in_chunk) not in self.known_steps:
-            choice = LoopChoice(saved) if in_chunk is None else LoopChoice(saved, 1, in_chunk=in_chunk)
-            again = recomputation(self.pair, choice)
-            step = joint_step(self.pair, again, self.program)
+            recomputed = recomputation(self.pair, saved, in_chunk)
+            step = joint_step(self.pair, recomputed, self.program)
             if self.step_search:
                 costs = self.step_search.costs(step)
             else:
                 costs = StepCosts((StepCost(peak_as_written(step.program, self.rates), 0.0, 0.0),))
-            self.known_steps[saved, in_chunk] = RepeatedStep(
-                again, self.work(again.again.equations), self.work(again.advance.equations), costs
-            )
+            self.known_steps[saved, in_chunk] = StepKind(recomputed, costs, is_alone=not in_chunk)
         return self.known_steps[saved, in_chunk]
-
-    def work(self, equations: Iterable[int]) -> Work:
-        """Of some equations of the forward body."""
-        equations = tuple(equations)
-        return Work(sum(self.flops[i] for i in equations), sum(self.seconds[i] for i in equations))
 
     def gradient_bytes(self, update: bool) -> int:
         """Stacks of gradients that the reverse loop writes for an update that could be done inside."""
         if self.update is None or update:
             return 0
-        return sum(self.stack_bytes(self.pair.backward.ys[y]) for y in self.update.gradients)
+        return self.stack_bytes(self.pair.backward.ys[y] for y in self.update.gradients)
 
-    def stack_bytes(self, value: int) -> int:
-        return bytes_of(self.program.avals[value])
+    def stack_bytes(self, values: Iterable[int]) -> int:
+        return sum(bytes_of(self.program.avals[value]) for value in values)
 
-    def body_bytes(self, values: Collection[int] | Iterable[int]) -> int:
+    def body_bytes(self, values: Iterable[int]) -> int:
         return sum(bytes_of(self.pair.forward.body.avals[value]) for value in values)
 
-
-def _chunks_recomputed(
-    chunks: Chunks, alone: RepeatedStep, group: RepeatedStep, step_bytes: int | None, *, is_last: bool
-) -> list[tuple[int, Work]]:
-    """What the reverse loop repeats for some chunks; it has all carries of the last one."""
-    others = chunks.number * (chunks.steps - 1)
-    runs = _steps_recomputed(chunks.number, alone, step_bytes, is_alone=True)
-    runs += _steps_recomputed(others, group, step_bytes, is_alone=group is alone)
-    return runs if is_last else [*runs, (others, group.advance)]
-
-
-def _steps_recomputed(
-    times: int, step: RepeatedStep, step_bytes: int | None, *, is_alone: bool
-) -> list[tuple[int, Work]]:
-    schedule = step.costs.chosen(step_bytes, is_alone=is_alone)
-    return [(times, step.again), (times, Work(schedule.extra_flops, schedule.extra_seconds))]
-
-
-def _flops_of(runs: Iterable[tuple[int, Work]]) -> float:
-    return sum(times * work.flops for times, work in runs)
+    def carry_bytes(self, positions: Iterable[int]) -> int:
+        return self.body_bytes(self.pair.forward.body_carry[at] for at in positions)

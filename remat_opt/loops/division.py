@@ -1,12 +1,11 @@
 """Which chunks a loop's steps are divided into: the fewest extra FLOPs within a number of bytes, exactly.
 
 The forward loop saves the first carries of each chunk, and the reverse loop takes the last chunk first. When it
-reverses chunk k, the first carries of k chunks are still live, besides what the chunk itself needs. So a kind of chunk
-that needs much memory can be used while k is small, that is for the loop's first steps. The division is a shortest
-path; a state has the number of chunks, the number of steps, the number of changes of kind, and the kind of the latest
-chunk.
+reverses chunk k, the first carries of k chunks are live, as is what the chunk itself needs. So a kind of chunk that
+needs much memory can be used while k is small, that is for the loop's first steps. The division is a shortest path; a
+state has the number of chunks, the number of steps, the number of changes of kind, and the kind of the latest chunk.
 
-It is optimal for the model of `memory.py`, except for loops of more than `MOST_UNITS` steps: these are divided in
+It is optimal for the model of `costs.py`, except for loops of more than `MOST_UNITS` steps: these are divided in
 units.
 """
 
@@ -32,7 +31,7 @@ class ChunkKind:
     Attributes:
         steps: of one chunk.
         in_chunk: see `Chunks`.
-        bytes: that are needed while one is turned round, beside the first carries of chunks.
+        bytes: that are needed while one runs in reverse, without the first carries of chunks.
         flops: extra ones of one chunk.
     """
 
@@ -44,11 +43,11 @@ class ChunkKind:
 
 @dataclasses.dataclass(frozen=True)
 class LastChunk:
-    """The last chunk, which the forward loop leaves ready to be turned round.
+    """The last chunk, which the forward loop leaves ready to run in reverse.
 
     Attributes:
         in_chunk: see `Chunks`.
-        bytes: that are needed for one of a single step, beside the first carries of the others.
+        bytes: that are needed for one of a single step, without the first carries of the others.
         more_bytes: for each further step.
         flops: extra ones of one of a single step.
         more_flops: for each further step.
@@ -68,7 +67,7 @@ class Division:
     Attributes:
         earlier: the chunks from the first step on, without the last one.
         last_steps: of the last chunk.
-        in_last: what it keeps beside carries.
+        in_last: what it saves in addition to carries.
         flops: extra ones of all chunks, and `group_flops` for each group.
     """
 
@@ -87,7 +86,7 @@ def divide(
     most_groups: int,
     group_flops: float = 0.0,
 ) -> list[Division | None]:
-    """Divide a loop for several numbers of bytes.
+    """Divide a loop for several numbers of bytes. No FLOPs are below zero.
 
     Args:
         length: steps of the loop.
@@ -101,10 +100,8 @@ def divide(
     Returns:
         For each limit the division with the fewest extra FLOPs, None where nothing fits.
     """
-    unit = unit_of(length)
-    kinds = _worth_trying([kind for kind in kinds if kind.steps % unit == 0 and kind.steps < length])
-    groups = (most_groups, group_flops)
-    return _Search(length, unit, kinds, last, first_bytes, np.asarray(limits, np.int64), groups).found()
+    search = _Search(length, kinds, last, first_bytes, np.asarray(limits, np.int64), most_groups, group_flops)
+    return search.found()
 
 
 def unit_of(length: int) -> int:
@@ -130,23 +127,22 @@ class _Search:
     def __init__(
         self,
         length: int,
-        unit: int,
         kinds: Sequence[ChunkKind],
         last: Sequence[LastChunk],
         first_bytes: int,
         limits: np.ndarray,
-        groups: tuple[int, float],
+        most_groups: int,
+        group_flops: float,
     ):
-        self.length, self.unit, self.kinds, self.last = length, unit, kinds, last
-        self.first_bytes, self.limits = first_bytes, limits
-        self.most_groups, self.group_flops = groups
+        unit = unit_of(length)
+        self.kinds = _worth_trying([kind for kind in kinds if kind.steps % unit == 0 and kind.steps < length])
+        self.length, self.unit, self.last, self.first_bytes, self.limits = length, unit, last, first_bytes, limits
+        self.most_groups, self.group_flops = most_groups, group_flops
         self.units = (length - 1) // unit + 1  # covered before the last chunk: 0, …, units − 1
-        self.fewest = min((kind.steps // unit for kind in kinds), default=1)  # units of a chunk
-        behind = length - unit * np.arange(self.units) - 1  # steps of the last chunk behind its first one, by units
-        self.last_bytes = np.array([one.bytes + behind * one.more_bytes for one in last])  # [last chunk, units]
-        self.last_flops = [(one.flops, behind * one.more_flops) for one in last]
-        every = [kind.flops for kind in kinds] + [flops for one in last for flops in (one.flops, one.more_flops)]
-        self.adds_flops = min([self.group_flops, *every]) >= 0
+        self.fewest = min((kind.steps // unit for kind in self.kinds), default=1)  # units of a chunk
+        more = length - unit * np.arange(self.units) - 1  # steps of the last chunk after its first one, by units
+        self.last_bytes = np.array([one.bytes + more * one.more_bytes for one in last])  # [last chunk, units]
+        self.last_flops = [(one.flops, more * one.more_flops) for one in last]
         self.rows = np.argsort(-limits, kind="stable")  # the limits that are left, the largest first
         self.came_from: list[np.ndarray] = []  # for each number of chunks the kind before it changed, else SAME
         self.rows_of: list[np.ndarray] = []  # with it the limits
@@ -204,7 +200,7 @@ class _Search:
                 self.best[limit] = total[row, units]
                 self.best_at[limit] = (number, int(group), int(kind), covered + units, at)
         goes_on = (number + 1) * self.first_bytes + self.last_bytes.min() <= limits
-        goes_on &= least.min(axis=1) < (self.best[self.rows] if self.adds_flops else math.inf)
+        goes_on &= least.min(axis=1) < self.best[self.rows]  # no chunk takes FLOPs away
         if goes_on.all():
             return flops
         self.rows = self.rows[goes_on]

@@ -8,10 +8,13 @@ micro-batches in a `scan`, the steps of a solver in a `while`, one device's step
 
 from __future__ import annotations
 
-from collections import Counter
+import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 import jax
+from jax import lax
 from jax.extend.core import primitives
 
 from remat_opt.graph.build import peak_as_written
@@ -19,16 +22,34 @@ from remat_opt.graph.cost import Rates
 from remat_opt.loops.body import Atom, body_of, read_loop
 from remat_opt.loops.choose import choose
 from remat_opt.loops.pairs import Pair, reason_to_stay_out
-from remat_opt.loops.regions import Body, Instead, checkpoint_of, cond_of, emit_of, scan_of, shard_map_of, while_of
-from remat_opt.loops.rewrite import Splicing, rewrite_loops, values_among
+from remat_opt.loops.rewrite import Splicing, in_one_equation, rewrite_loops
+from remat_opt.loops.stacks import unroll_for
+from remat_opt.loops.steps import Emit
 from remat_opt.trace import compat
+from remat_opt.trace.evaluation import evaluate_all
 from remat_opt.trace.inline import Constant, Equation, Program, inline, within
+
+
+@dataclasses.dataclass(frozen=True)
+class Body:
+    """A body in segments.
+
+    Attributes:
+        emit: evaluates it.
+        peak: bytes that it needs.
+    """
+
+    emit: Emit
+    peak: int
+
 
 OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Body | None"]
 """Divide a body with a forward/backward boundary into segments; which of its inputs may be overwritten. None: nothing
 to gain."""
 
-Entered = tuple[Instead, int, "int | None"]
+Entered = tuple[Emit, int, "int | None"]
+"""What is done instead of an equation on its operands, how many of its bodies were rewritten for that, and the bytes
+that they need, where these are known."""
 
 
 def rewrite_inside(
@@ -40,12 +61,12 @@ def rewrite_inside(
     donated: Collection[int] = (),
     keep_checkpoints: bool = False,
 ) -> tuple[Program, int]:
-    """Write the bodies of a program's loops again where something is gained.
+    """Rewrite the bodies of a program's loops where something is gained.
 
     Args:
         program: the flat step.
         rates: the target.
-        optimise: what to do with a body beside its pairs; not asked for loops that repeat within already.
+        optimise: what to do with a body in addition to its pairs; not asked for loops that repeat within already.
         pairs: loops with a forward and a reverse part. Those that stayed as they are stay so inside.
         donated: inputs of the program whose buffers may be reused.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
@@ -72,7 +93,8 @@ class _Inside:
         """A program's bodies rewritten; `repeating` where it is part of a loop that repeats within already."""
         # What a pair's loops hand to each other is decided for the pair; results of those that stayed kept their ids.
         left = {value for pair in pairs for loop in (pair.forward, pair.backward) for value in loop.equation.outputs}
-        reusable = _read_once(program, donated)
+        # One equation reads them, and nothing else.
+        reusable = {v for v in donated if len(program.readers.get(v, ())) == 1 and v not in program.returned}
         splicing = Splicing(program)
         count = 0
         for index, equation in enumerate(program.equations):
@@ -87,44 +109,62 @@ class _Inside:
                 count += inner
         return (splicing.result(), count) if count else (program, 0)
 
-    # Each gives what is done instead of an equation, how many of its bodies were rewritten for that, and the bytes
-    # that they need, where these are known.
-
     def scan(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         loop = read_loop(program, equation, keep_checkpoints=self.keep_checkpoints or repeats)
         body, count, workspace = self.body(loop.body, loop.body_carry, loop.next_carry, repeats)
-        return scan_of(loop, emit_of(body)), count, workspace
+        constants, carries = len(loop.constants), len(loop.first_carry)
+
+        def scan(operands: Sequence[Any]) -> list[Any]:
+            def step(state, x):
+                results = evaluate_all(body, [*operands[:constants], *state, *x])
+                return results[:carries], results[carries:]
+
+            first, xs = operands[constants : constants + carries], operands[constants + carries :]
+            unroll = unroll_for(loop.unroll, loop.length)
+            last, ys = lax.scan(step, first, xs, loop.length, reverse=loop.reverse, unroll=unroll)
+            return [*last, *ys]
+
+        return scan, count, workspace
 
     def while_loop(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
-        keep = self.keep_checkpoints or repeats
-        body = body_of(program, equation, equation.params["body_jaxpr"], keep_checkpoints=keep)
+        """The condition, which may be of a whole batch, stays as it is."""
+        keep, given = self.keep_checkpoints or repeats, equation.params["body_jaxpr"]
+        body = body_of(program, equation, given, keep_checkpoints=keep)
         _, constants = compat.while_counts(equation.params)
         body, count, workspace = self.body(body, body.inputs[constants:], body.outputs, repeats)
-        return while_of(equation, emit_of(body)), count, workspace
+
+        def loop(operands: Sequence[Any]) -> list[Any]:
+            jaxpr = jax.make_jaxpr(lambda *x: evaluate_all(body, x))(*given.in_avals)
+            return compat.bind_equation(equation.primitive, {**equation.params, "body_jaxpr": jaxpr}, operands)
+
+        return loop, count, workspace
 
     def branches(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
-        emits, count, workspace = [], 0, 0
+        branches, count, workspace = [], 0, 0
         for jaxpr in () if repeats else equation.params["branches"]:
             body = body_of(program, equation, jaxpr, keep_checkpoints=self.keep_checkpoints)
             body, inner, peak = self.body(body, (), (), repeats)
-            emits.append(emit_of(body))
+            branches.append(lambda *x, body=body: evaluate_all(body, x))
             count += inner
             workspace = max(workspace, peak_as_written(body, self.rates) if peak is None else peak)
-        return cond_of(equation, emits), count, workspace
+        return lambda operands: lax.switch(operands[0], branches, *operands[1:]), count, workspace
 
     def mapped(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """Loops in what each device runs stay: what is traced there may name the axes of a mesh."""
         body = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=self.keep_checkpoints))
         better = None if repeats or self.optimise is None else self.optimise(body, free)
-        if better is None:
-            return shard_map_of(equation, emit_of(body)), 0, None
-        return shard_map_of(equation, better.emit), 1, better.peak
+        emit = functools.partial(evaluate_all, body) if better is None else better.emit
+
+        def mapped(operands: Sequence[Any]) -> list[Any]:
+            return list(compat.shard_map_like(equation.params, lambda *x: tuple(emit(x)))(*operands))
+
+        return mapped, better is not None, better and better.peak
 
     def checkpoint(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """A region in a loop that repeats within already, as its bodies may hold loops."""
         region = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=True))
         region, count = self.rewrite(region, repeating=True) if repeats else (region, 0)
-        return checkpoint_of(equation, emit_of(region)), count, None
+        return in_one_equation(functools.partial(evaluate_all, region)), count, None
 
     def body(
         self, body: Program, before: Sequence[int], after: Sequence[Atom], repeats: bool
@@ -160,9 +200,3 @@ _ENTERED = {
     compat.shard_map_p: _Inside.mapped,
     compat.remat_p: _Inside.checkpoint,
 }
-
-
-def _read_once(program: Program, values: Collection[int]) -> set[int]:
-    """Those of some values that one equation reads, and nothing else."""
-    readers = Counter(value for equation in program.equations for value in set(values_among(equation.inputs)))
-    return {value for value in values if readers[value] == 1 and value not in program.outputs}

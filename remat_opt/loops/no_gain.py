@@ -12,28 +12,18 @@ MOST_OF_THE_PEAK = 0.5  # the part of a step's peak from which on a loop's body 
 
 
 def why_nothing_is_gained(bridge: Bridge) -> str:
-    """What a user can do about a step that needs as much memory however it is written.
-
-    Args:
-        bridge: the original step, with its graph.
-    """
-    return _loop_left_at_the_peak(bridge) or (
-        "if there is no gradient in it, give optimize the whole training step, with jax.grad and the update, not the "
-        "loss alone"
-    )
-
-
-def _loop_left_at_the_peak(bridge: Bridge) -> str | None:
-    """What is said of a peak in the body of a loop, branch or map that has to stay as it is; None for other peaks."""
+    """What a user can do about a step, here the original one, that needs as much memory however it is written."""
     graph = bridge.graph
     before = simulate(graph, save_everything(graph))
-    if before.peak_position >= len(graph.ops):  # at the return
-        return None
-    equation = bridge.program.equations[bridge.equation_of[before.peak_position]]
-    if graph.ops[before.peak_position].workspace < MOST_OF_THE_PEAK * before.peak:
-        return None
-    reason = reason_to_stay_out(equation)
-    return reason and (
-        f"the peak is in a {equation.primitive.name} ({compat.line_of(equation.source_info)}) that is left as it is: "
-        f"{reason}; put remat_opt.checkpoint round the function that is differentiated there"
+    is_in_op = before.peak_position < len(graph.ops)  # else at the return
+    if is_in_op and graph.ops[before.peak_position].workspace >= MOST_OF_THE_PEAK * before.peak:
+        equation = bridge.program.equations[bridge.equation_of[before.peak_position]]
+        if reason := reason_to_stay_out(equation):
+            return (
+                f"the peak is in a {equation.primitive.name} ({compat.line_of(equation.source_info)}) that is left as "
+                f"it is: {reason}; put remat_opt.checkpoint round the function that is differentiated there"
+            )
+    return (
+        "if there is no gradient in it, give optimize the whole training step, with jax.grad and the update, not the "
+        "loss alone"
     )

@@ -18,7 +18,7 @@ from remat_opt.loops.update import Update
 from remat_opt.trace.inline import Program
 
 MOST_SAVED_SETS = 8
-MOST_HELD_SETS = 6  # of residuals that chunks may keep
+MOST_RESIDUAL_SETS = 6  # that chunks may save
 STEPS_OF_CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 16, 24, 32)  # as multiples of the unit of `division.py`
 LEVELS_OF_STEPS = (0.0, 0.01, 0.03, 0.1)  # extra FLOPs as a part of the pair's, for the peaks of a step that are tried
 GATHER_THRESHOLD = 0.85  # of the least bytes without chunks, where these gather divided weights once more
@@ -28,26 +28,22 @@ CHUNK_KIND_THRESHOLD = 0.001  # FLOPs as a part of the pair's
 COARSELY = 0.9  # times a number of bytes is the next one, until nothing fits
 LEAST_PART = 0.01  # of the bytes of one level
 FINELY = 120  # numbers of bytes between the most and the least
-APART = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
+DIFFERENT = 0.97  # of two options, the smaller one has at most so much of the larger one's bytes
 NEARLY_EQUAL = 0.99  # the same for those that no other one beats
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PairOptions:
-    """A pair with its options, the first of which leaves it as it is.
+    """What can be done to a pair, and to all that are equal to it.
 
     Attributes:
-        pair: the loops.
-        options: what can be done.
+        options: the first one leaves it as it is.
         flops: FLOPs of both loops as they are.
-        seconds: estimated seconds of both loops as they are.
         is_recurrent: whether the steps have their weights in common.
     """
 
-    pair: Pair
     options: tuple[Option, ...]
     flops: float
-    seconds: float
     is_recurrent: bool = False
 
 
@@ -58,18 +54,9 @@ def pair_options(
     update: Update | None = None,
     steps: StepSearch | None = None,
 ) -> PairOptions:
-    """List what can be done to a pair.
-
-    Args:
-        program: the flat step.
-        pair: two of its scans.
-        rates: the target.
-        update: the optimizer's update, where the reverse loop could do it.
-        steps: searches schedules of a step of the reverse loop.
-    """
+    """List what can be done to a pair; arguments as of `PairCosts`."""
     costs = PairCosts(pair, program, rates, update, steps)
-    given = costs.original
-    return PairOptions(pair, tuple(_Options(costs).all()), given.flops, given.seconds, costs.is_recurrent)
+    return PairOptions(tuple(_Options(costs).all()), costs.original_flops, costs.is_recurrent)
 
 
 class _Options:
@@ -82,7 +69,7 @@ class _Options:
 
     def all(self) -> list[Option]:
         found = [self.costs.original_option()]
-        starts_from_carry = bool(recomputation(self.pair, LoopChoice()).carries)
+        starts_from_carry = bool(recomputation(self.pair).carries)
         for saved in self.saved_sets:
             levels = self.step_levels(saved)
             chunks = self.chunks() if not saved and starts_from_carry else ()
@@ -98,7 +85,7 @@ class _Options:
 
     def gather_threshold(self, options: list[Option]) -> list[Option]:
         """Where arrays are divided among devices, chunks only if they take much less than the carry of each step: what
-        a chunk repeats to come to its steps gathers their weights once more."""
+        a chunk recomputes to come to its steps gathers their weights once more."""
         in_chunks = [option for option in options if option.choice is not None and option.choice.chunk is not None]
         least = min(option.bytes for option in options if option not in in_chunks)
         return [one for one in options if one not in in_chunks or one.bytes <= GATHER_THRESHOLD * least]
@@ -109,15 +96,15 @@ class _Options:
         levels: list[int | None] = [None]
         above = self.costs.steps(saved, None).costs.in_order.peak
         for share in LEVELS_OF_STEPS:
-            most = share * self.costs.original.flops / self.length
+            most = share * self.costs.original_flops / self.length
             peak = min(one.peak for one in schedules if one.extra_flops <= most)
-            if peak <= APART * above:
+            if peak <= DIFFERENT * above:
                 levels.append(peak)
                 above = peak
         return levels
 
     def in_chunks_of_several_kinds(self) -> list[Option]:
-        """Chunks that keep few residuals, and before them others: what none of the others beats, some way apart."""
+        """Chunks that save few residuals, and before them others: the Pareto front in bytes and FLOPs, thinned."""
         if self.length < FEWEST_STEPS:
             return []
         found: dict[LoopChoice, Option] = {}
@@ -129,14 +116,16 @@ class _Options:
 
     def divisions(self, level: int | None) -> list[Division]:
         """The fewest FLOPs for some numbers of bytes, from those of one level of steps down to the least."""
-        kinds = [self.costs.chunk_kind(steps, held, level) for held in self.held_sets for steps in self.steps_of_chunks]
-        last = [self.costs.last_chunk(held, level) for held in self.held_sets]
-        first = max(self.costs.first_bytes(held) for held in self.held_sets)
+        kinds = [
+            self.costs.chunk_kind(steps, one, level) for one in self.residual_sets for steps in self.steps_of_chunks
+        ]
+        last = [self.costs.last_chunk(one, level) for one in self.residual_sets]
+        first = max(map(self.costs.first_bytes, self.residual_sets))
         most = self.costs.option(LoopChoice(step_bytes=level)).bytes
 
         def divided(limits: Sequence[int]) -> list[Division | None]:
             return divide(
-                self.length, kinds, last, first, limits, MOST_KINDS, CHUNK_KIND_THRESHOLD * self.costs.original.flops
+                self.length, kinds, last, first, limits, MOST_KINDS, CHUNK_KIND_THRESHOLD * self.costs.original_flops
             )
 
         coarse = [int(most * COARSELY**count) for count in range(round(math.log(LEAST_PART, COARSELY)))]
@@ -159,17 +148,17 @@ class _Options:
         return [unit * count for count in STEPS_OF_CHUNKS if 1 < unit * count < self.length]
 
     @functools.cached_property
-    def held_sets(self) -> list[frozenset[int]]:
-        """Sets of residuals that chunks may keep: none, some that are expensive, all."""
+    def residual_sets(self) -> list[frozenset[int]]:
+        """Sets of residuals that chunks may save: none, some that are expensive, all."""
         expensive = self.saved_sets
-        step = max(1, math.ceil((len(expensive) - 1) / (MOST_HELD_SETS - 1)))
+        step = max(1, math.ceil((len(expensive) - 1) / (MOST_RESIDUAL_SETS - 1)))
         every = frozenset(self.pair.residuals) - {*self.pair.forward.body.inputs}
         sets = (expensive[0], *reversed(expensive[:0:-step]), every)
-        kept = {held: recomputation(self.pair, LoopChoice(chunk=1, in_chunk=held)).in_chunk for held in sets}
-        return [expensive[0], *(held for held, values in kept.items() if held and values)]
+        saved = {one: recomputation(self.pair, in_chunk=one).in_chunk for one in sets}
+        return [expensive[0], *(one for one, values in saved.items() if one and values)]
 
     def chunks(self) -> tuple[int, ...]:
-        """Chunk sizes worth a try: about √length, which keeps least, and few steps, which repeat less."""
+        """Chunk sizes worth a try: about √length, which saves least, and few steps, which recompute less."""
         root = best_chunk(self.length)
         return tuple(sorted({c for c in (2, 4, root) if 1 < c < self.length}))
 
@@ -177,14 +166,14 @@ class _Options:
 def saved_sets(costs: PairCosts) -> list[frozenset[int]]:
     """Nothing but the carry; then the expensive results of a step, those first that give most time for each byte."""
     loop = costs.pair.forward
-    again = recomputation(costs.pair, LoopChoice())
-    wanted = {*costs.pair.residuals, *(x for i in again.again.equations for x in loop.body.equations[i].inputs)}
+    recomputed = recomputation(costs.pair).residuals.equations
+    wanted = {*costs.pair.residuals, *(x for i in recomputed for x in loop.body.equations[i].inputs)}
     rated = []
     for index in costs.expensive:
         values = frozenset(loop.body.equations[index].outputs) & wanted
         size = costs.body_bytes(values)
-        if index in again.again.equations and size:
-            rated.append((-costs.seconds[index] / size, index, values))
+        if index in recomputed and size:
+            rated.append((-costs.work_of_equations[index].seconds / size, index, values))
     found = [frozenset[int]()]
     for _, _, values in sorted(rated, key=lambda one: one[:2]):
         found.append(found[-1] | values)
@@ -193,7 +182,7 @@ def saved_sets(costs: PairCosts) -> list[frozenset[int]]:
 
 
 def thinned(options: Iterable[Option]) -> list[Option]:
-    """Of options that no other one beats in both bytes and FLOPs those that are some way apart."""
+    """The Pareto front in bytes and FLOPs, without options that differ little."""
     best: list[Option] = []
     for option in sorted(options, key=lambda option: (option.bytes, option.extra_flops)):
         if best and option.extra_flops >= best[-1].extra_flops:
@@ -205,10 +194,10 @@ def thinned(options: Iterable[Option]) -> list[Option]:
 
 
 def best_chunk(length: int) -> int:
-    """The chunk size that keeps fewest carries: about √length."""
+    """The chunk size that saves fewest carries: about √length."""
 
-    def kept(chunk: int) -> int:
+    def saved(chunk: int) -> int:
         return (length - 1) // chunk + 1 + chunk
 
     root = math.isqrt(length)
-    return min(range(max(1, root - 2), root + 4), key=kept)
+    return min(range(max(1, root - 2), root + 4), key=saved)

@@ -1,31 +1,18 @@
-"""One pair of loops with all that was decided about it: what its two loops read, keep and make when rewritten."""
+"""One pair of loops with all that was decided about it: what its two loops read, save and make when rewritten."""
 
 from __future__ import annotations
 
 import dataclasses
 from typing import Any
 
-from remat_opt.loops.body import Atom, Loop, read
+from remat_opt.loops.body import Loop
 from remat_opt.loops.choice import Chunks, LoopChoice
-from remat_opt.loops.constants import make_afresh
 from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import JointStep, Recomputation, Recomputations, joint_step
 from remat_opt.loops.steps import Emit, StepSearch
 from remat_opt.loops.update import Update
-from remat_opt.trace.inline import Constant, Program
-
-
-@dataclasses.dataclass(frozen=True)
-class StepBody:
-    """A step of the reverse loop with a schedule of its own.
-
-    Attributes:
-        step: the step as a program.
-        emit: evaluates it on its inputs.
-    """
-
-    step: JointStep
-    emit: Emit
+from remat_opt.trace.evaluation import evaluate, read
+from remat_opt.trace.inline import Constant, Program, values_among
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -38,7 +25,6 @@ class PairPlan:
         choice: what is to be done.
         repeats: what that means.
         update: what moves into the reverse loop, if anything.
-        constant: the program's `constant_equations`.
         read_later: values of the program that somebody reads; what nobody reads is not written.
         separate_slices: see `rewrite_loops`.
         steps: schedules steps of the reverse loop, where the choice says so.
@@ -49,14 +35,19 @@ class PairPlan:
     choice: LoopChoice
     repeats: Recomputations
     update: Update | None
-    constant: dict[int, int]
     read_later: frozenset[int]
     separate_slices: bool = False
     steps: StepSearch | None = None
 
     def constants(self, loop: Loop, operands: dict[int, Any]) -> dict[int, Any]:
-        """The constant operands of a loop by value of its body, those that depend on no input made afresh."""
-        fresh = make_afresh(self.program, self.constant, loop.constants)
+        """The constant operands of a loop by value of its body.
+
+        Those that depend on no input are made afresh: an operand is a buffer as long as the loop runs; made inside the
+        body it is fused into its readers.
+        """
+        fresh: dict[int, Any] = {}
+        equations = self.program.slice_back(atom for atom in loop.constants if atom in self.program.constant).equations
+        evaluate(self.program, equations, fresh)
         return {
             value: read(atom, operands if isinstance(atom, Constant) or atom not in fresh else fresh)
             for value, atom in zip(loop.body_constants, loop.constants, strict=True)
@@ -75,7 +66,7 @@ class PairPlan:
     @property
     def groups(self) -> tuple[Chunks, ...]:
         """Two levels: the chunks but the last one; none with one level."""
-        return self.choice.groups(self.pair.length) if self.choice.chunk is not None else ()
+        return self.choice.groups(self.pair.length)
 
     @property
     def last_chunk(self) -> int:
@@ -84,57 +75,47 @@ class PairPlan:
 
     @property
     def residuals_of_last_chunk(self) -> tuple[int, ...]:
-        """Values of the forward body that the forward loop keeps for the last chunk, but its last step."""
+        """Values of the forward body that the forward loop saves for the last chunk, but its last step."""
         return self.repeats.last_chunk.in_chunk if self.groups and self.last_chunk > 1 else ()
 
     # The reverse loop
 
     @property
-    def gradient_ys(self) -> tuple[int, ...]:
-        """Positions among the backward scan's `ys` of stacks that are still written."""
-        gone = self.update.gradients if self.update else ()
-        ys = self.pair.backward.ys
-        return tuple(y for y in range(len(ys)) if y not in gone and ys[y] in self.read_later)
-
-    @property
     def stacked_results(self) -> tuple[int, ...]:
         """Values of the program that the reverse loop writes slice by slice to new stacks."""
-        update = self.update
+        update, ys = self.update, self.pair.backward.ys
+        gone = {ys[y] for y in update.gradients} if update else set()
         new = [value for value in update.results if value not in update.in_place] if update else []
-        return (*(self.pair.backward.ys[y] for y in self.gradient_ys), *new)
-
-    @property
-    def in_place_results(self) -> tuple[int, ...]:
-        """Values of the program that the reverse loop writes over donated arguments."""
-        return tuple(self.update.in_place) if self.update else ()
+        return (*(value for value in ys if value not in gone and value in self.read_later), *new)
 
     @property
     def reverse_results(self) -> tuple[int, ...]:
         """Values of the program that the reverse loop makes."""
         last = [value for value in self.pair.backward.last_carry if value in self.read_later]
-        return (*last, *self.stacked_results, *self.in_place_results)
+        return (*last, *self.stacked_results, *(self.update.in_place if self.update else ()))
 
     @property
     def reverse_operands(self) -> tuple[int, ...]:
-        """Values of the program that the reverse loop reads, beside what the forward loop hands over."""
+        """Values of the program that the reverse loop reads, in addition to what the forward loop hands over."""
         forward, backward = self.pair.forward, self.pair.backward
         reads = self.repeats.reads
         own_xs = [x for at, x in enumerate(backward.xs) if at not in self.pair.consumed]
         constants = [*backward.constants]
         constants += [a for a, v in zip(forward.constants, forward.body_constants, strict=True) if v in reads]
-        atoms: list[Atom] = [a for a in constants if isinstance(a, Constant) or a not in self.constant]
+        atoms = [a for a in constants if a not in self.program.constant]
         atoms += [*backward.first_carry, *own_xs]
         atoms += [a for a, v in zip(forward.xs, forward.body_xs, strict=True) if v in reads]
-        atoms += [forward.ys[y] for y in self.repeats.given.values()]
+        atoms += [forward.ys[y] for y in self.repeats.stacked.values()]
         if self.update:
             atoms += [*self.update.stacks, *self.update.others]
-        return tuple(dict.fromkeys(atom for atom in atoms if not isinstance(atom, Constant)))
+        return tuple(values_among(atoms))
 
-    def scheduled(self, again: Recomputation) -> StepBody | None:
+    def scheduled(self, recomputation: Recomputation) -> tuple[JointStep, Emit] | None:
         """A step of the reverse loop as the choice has it scheduled; None leaves it in its own order."""
         if self.choice.step_bytes is None or self.steps is None:
             return None
-        step = joint_step(self.pair, again, self.program)
-        cost = self.steps.costs(step).chosen(self.choice.step_bytes, is_alone=again is self.repeats.alone)
+        step = joint_step(self.pair, recomputation, self.program)
+        is_alone = recomputation is self.repeats.alone
+        cost = self.steps.costs(step).chosen(self.choice.step_bytes, is_alone=is_alone)
         emit = self.steps.written(step, cost.peak)
-        return StepBody(step, emit) if emit else None
+        return (step, emit) if emit else None

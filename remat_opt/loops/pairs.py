@@ -1,6 +1,6 @@
 """Pairs: a `scan` of the forward pass and the `scan` of opposite direction that consumes its residuals.
 
-Differentiation turns one loop into two. The first one writes, beside what the user asked for, a stack for every
+Differentiation turns one loop into two. The first one writes, in addition to what the user asked for, a stack for every
 residual of its body; the second one reads these stacks as the very same variables (design facts of `jax.lax.scan`'s
 partial evaluation and transposition).
 """
@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from remat_opt.graph.build import bytes_of
-from remat_opt.loops.body import Loop, is_loop, read_loop, stateful_results
+from remat_opt.loops.body import Loop, is_loop, read_loop
 from remat_opt.trace import compat
 from remat_opt.trace.avals import is_on_device
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, values_among
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,16 +48,15 @@ class Pair:
     def consumed(self) -> dict[int, int]:
         """For each position of the backward scan's xs that holds a stack of the forward scan: which of its ys."""
         made = {value: position for position, value in enumerate(self.forward.ys)}
-        return {at: made[x] for at, x in enumerate(self.backward.xs) if not isinstance(x, Constant) and x in made}
+        return {at: made[x] for at, x in enumerate(self.backward.xs) if isinstance(x, int) and x in made}
 
     @functools.cached_property
     def residuals(self) -> tuple[int, ...]:
         """Values of the forward body that the backward scan reads as stacks, each once."""
-        ys = dict.fromkeys(self.forward.body_ys[y] for y in self.consumed.values())
-        return tuple(value for value in ys if not isinstance(value, Constant))
+        return tuple(values_among(self.forward.body_ys[y] for y in self.consumed.values()))
 
     @functools.cached_property
-    def given(self) -> dict[int, int]:
+    def stacked(self) -> dict[int, int]:
         """Values of the forward body whose stack is written in any case, with the position of that stack."""
         ys = [(self.forward.body_ys[y], y) for y in reversed(self.kept_ys)]
         return {value: y for value, y in ys if not isinstance(value, Constant)}
@@ -65,7 +64,9 @@ class Pair:
     @functools.cached_property
     def never_repeated(self) -> frozenset[int]:
         """Values of the forward body that have to be saved because they must not be computed twice."""
-        return stateful_results(self.forward)
+        body = self.forward.body
+        once = (equation for equation in body.equations if not can_recompute(body, equation))
+        return frozenset(value for equation in once for value in equation.outputs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -83,13 +84,7 @@ OFFLOADED = "its body moves residuals to the host's memory and back"
 
 
 def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
-    """Pair each backward scan with the earlier scan of equal length and opposite direction it gets most bytes from.
-
-    Args:
-        program: the flat step.
-        keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
-    """
-    users, returned = _readers(program)
+    """Pair each backward scan with the earlier scan of equal length and opposite direction it gets most bytes from."""
     makers = {v: i for i, e in enumerate(program.equations) if is_loop(e) for v in _ys(e)}
     taken: set[int] = set()
     pairs, left = [], []
@@ -98,11 +93,9 @@ def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
             continue
         gained: dict[int, int] = {}
         for x in _xs(backward):
-            if isinstance(x, Constant):
-                continue
             maker = makers.get(x)
             if maker is not None and _opposite(program.equations[maker], backward) and maker not in taken:
-                own = users[x] == {index} and x not in returned
+                own = program.readers[x] == [index] and x not in program.returned
                 gained[maker] = gained.get(maker, 0) + (bytes_of(program.avals[x]) if own else 0)
         best = max(gained, key=lambda maker: (gained[maker], maker), default=None)
         if best is None or not gained[best]:
@@ -115,25 +108,17 @@ def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
         if reason:
             left.append(reason)
         else:
-            pairs.append(_pair(program, best, index, users, returned, keep_checkpoints))
+            pairs.append(_pair(program, best, index, keep_checkpoints))
     return Pairs(tuple(pairs), tuple(left))
 
 
-def _pair(program: Program, first: int, second: int, users: dict, returned: set, keep_checkpoints: bool) -> Pair:
+def _pair(program: Program, first: int, second: int, keep_checkpoints: bool) -> Pair:
     forward = read_loop(program, program.equations[first], keep_checkpoints=keep_checkpoints)
     backward = read_loop(program, program.equations[second], keep_checkpoints=True)
-    only = [y for y, value in enumerate(forward.ys) if users.get(value) == {second} and value not in returned]
-    others = [y for y, value in enumerate(forward.ys) if y not in only and (users.get(value) or value in returned)]
+    readers, returned = program.readers, program.returned
+    only = [y for y, value in enumerate(forward.ys) if readers.get(value) == [second] and value not in returned]
+    others = [y for y, value in enumerate(forward.ys) if y not in only and (value in readers or value in returned)]
     return Pair(first, second, forward, backward, tuple(only), tuple(others))
-
-
-def _readers(program: Program) -> tuple[dict[int, set[int]], set[int]]:
-    users: dict[int, set[int]] = {}
-    for index, equation in enumerate(program.equations):
-        for x in equation.inputs:
-            if not isinstance(x, Constant):
-                users.setdefault(x, set()).add(index)
-    return users, {x for x in program.outputs if not isinstance(x, Constant)}
 
 
 def _xs(equation: Equation) -> tuple[Any, ...]:
@@ -152,19 +137,16 @@ def _opposite(forward: Equation, backward: Equation) -> bool:
 def _reason_to_leave(equation: Equation) -> str | None:
     if reason := reason_to_stay_out(equation):
         return reason
-    is_offloaded = not all(map(is_on_device, _all_avals(equation.params["jaxpr"])))
-    return OFFLOADED if is_offloaded else None
+    return None if all(map(is_on_device, _avals_inside(equation))) else OFFLOADED
 
 
 def reason_to_stay_out(equation: Equation) -> str | None:
     """Why the bodies of an equation have to stay as they are; None where they may be rewritten."""
-    if any(compat.is_reference(aval) for body in compat.jaxprs_in(equation.params) for aval in _all_avals(body)):
+    if any(map(compat.is_reference, _avals_inside(equation))):
         return REFERENCES
     return EFFECTS if equation.effects else None
 
 
-def _all_avals(jaxpr: Any) -> Iterable[Any]:
-    for equation in compat.bare_jaxpr(jaxpr).eqns:
-        yield from (variable.aval for variable in (*equation.invars, *equation.outvars))
-        for inner in compat.jaxprs_in(equation.params):
-            yield from _all_avals(inner)
+def _avals_inside(equation: Equation) -> Iterable[Any]:
+    for inside in compat.equations_in(equation.params):
+        yield from (variable.aval for variable in (*inside.invars, *inside.outvars))

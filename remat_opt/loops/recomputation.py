@@ -5,51 +5,48 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from remat_opt.loops.body import Atom, Slice, slice_back
+from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
-from remat_opt.loops.constants import constant_equations, equations_for
 from remat_opt.loops.pairs import Pair
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.inline import BackwardSlice, Constant, Equation, Program
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recomputation:
-    """What some steps of the reverse loop have and repeat, in terms of the forward body.
+    """What some steps of the reverse loop have and recompute, in terms of the forward body.
 
     Attributes:
-        again: the equations that a step of the reverse loop repeats to have its residuals.
-        carries: positions of the carries that `again` starts from.
-        advance: two levels: the equations that a chunk repeats to have the carries of all of its steps, and `in_chunk`.
-        advanced: two levels: positions of the carries that are handed on so; the first ones of each chunk are kept.
-        saved: values whose stacks are written beside the carries.
-        given: values whose stacks are there anyway, with their position among the forward scan's `ys`.
-        in_chunk: two levels: values that a chunk stacks, beside the carries, while it advances.
+        residuals: the equations that make the residuals of a step.
+        carries: positions of the carries that these start from.
+        forward: two levels: the equations of a step of the recomputed forward loop of a chunk, which makes the carries
+            of all steps, and `in_chunk`.
+        forward_carries: two levels: positions of the carries of that loop; the first ones of each chunk are saved.
+        saved: values that the forward loop stacks in addition to the carries.
+        stacked: values whose stacks are there anyway, with their position among the forward scan's `ys`.
+        in_chunk: two levels: values that the recomputed forward loop stacks in addition to the carries.
     """
 
-    again: Slice
+    residuals: BackwardSlice
     carries: tuple[int, ...]
-    advance: Slice
-    advanced: tuple[int, ...]
+    forward: BackwardSlice
+    forward_carries: tuple[int, ...]
     saved: tuple[int, ...]
-    given: dict[int, int]
+    stacked: dict[int, int]
     in_chunk: tuple[int, ...] = ()
 
     @property
     def reads(self) -> frozenset[int]:
         """Values of the forward body that are there before a step."""
-        return self.again.reads | self.advance.reads
+        return self.residuals.reads | self.forward.reads
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recomputations:
-    """What is kept from the forward to the reverse loop, and what each group of steps repeats.
+    """What is saved from the forward to the reverse loop, and what each group of steps recomputes.
 
     Attributes:
-        alone: of a step whose residuals were not kept in its chunk: the last one of each chunk, and all of one level.
+        alone: of a step whose residuals were not saved in its chunk: the last one of each chunk, and all of one level.
         of_group: two levels: of the other steps, for each group of `LoopChoice.groups`.
-        saved: values whose stacks are written beside the carries, by any of them.
-        given: values whose stacks are there anyway, with their position among the forward scan's `ys`.
-        reads: values of the forward body that some step reads.
     """
 
     alone: Recomputation
@@ -61,57 +58,67 @@ class Recomputations:
 
     @property
     def last_chunk(self) -> Recomputation:
-        """Of the steps that are turned round at once: what their group keeps in a chunk the forward loop keeps."""
+        """Of the last chunk: what its group saves in a chunk the forward loop saves."""
         return self.of_group[-1] if self.of_group else self.alone
 
     @property
     def saved(self) -> tuple[int, ...]:
+        """Values that the forward loop stacks in addition to the carries."""
         return tuple(sorted({value for one in self.all for value in one.saved}))
 
     @property
-    def given(self) -> dict[int, int]:
-        return {value: y for one in self.all for value, y in one.given.items()}
+    def stacked(self) -> dict[int, int]:
+        """Values whose stacks are there anyway, with their position among the forward scan's `ys`."""
+        return {value: y for one in self.all for value, y in one.stacked.items()}
 
     @property
     def reads(self) -> frozenset[int]:
+        """Values of the forward body that some step reads."""
         return frozenset().union(*(one.reads for one in self.all))
 
 
 def recomputations(pair: Pair, choice: LoopChoice) -> Recomputations:
-    """Work out what a choice keeps and repeats."""
+    """Work out what a choice saves and recomputes."""
     if choice.chunk is None:
-        return Recomputations(recomputation(pair, choice), ())
-    kept = {frozenset[int](): recomputation(pair, LoopChoice(choice.saved, chunk=1))}
-    for chunks in (groups := choice.groups(pair.length)):
-        if chunks.in_chunk not in kept:
-            kept[chunks.in_chunk] = recomputation(pair, LoopChoice(choice.saved, chunk=1, in_chunk=chunks.in_chunk))
-    return Recomputations(kept[frozenset()], tuple(kept[chunks.in_chunk] for chunks in groups))
+        return Recomputations(recomputation(pair, choice.saved), ())
+    in_chunks = [chunks.in_chunk for chunks in choice.groups(pair.length)]
+    of = {one: recomputation(pair, choice.saved, one) for one in {frozenset(), *in_chunks}}
+    return Recomputations(of[frozenset()], tuple(of[one] for one in in_chunks))
 
 
-def recomputation(pair: Pair, choice: LoopChoice) -> Recomputation:
-    """Work out what the steps of a choice's main chunks have and repeat."""
+def recomputation(
+    pair: Pair, saved: frozenset[int] = frozenset(), in_chunk: frozenset[int] | None = None
+) -> Recomputation:
+    """Work out what some steps have and recompute.
+
+    Args:
+        pair: the loops.
+        saved: values that the forward loop stacks, where they are needed.
+        in_chunk: values that their chunk stacks, where they are needed; None for one level.
+    """
     loop = pair.forward
-    available = {*choice.saved, *pair.given, *pair.never_repeated}
-    again = slice_back(loop, pair.residuals, available | choice.in_chunk)
-    in_chunk = tuple(sorted(again.reads & choice.in_chunk - available))
-    carries = _carries(pair, again.reads - available)
-    reads = set(again.reads)
-    advance, advanced = Slice((), frozenset()), ()
-    if choice.chunk is not None and (carries or in_chunk):
+    available = {*saved, *pair.stacked, *pair.never_repeated}
+    of_chunk = in_chunk or frozenset()
+    residuals = loop.body.slice_back(pair.residuals, available | of_chunk)
+    held = tuple(sorted(residuals.reads & of_chunk - available))
+    carries = _carries(pair, residuals.reads - available)
+    reads = set(residuals.reads)
+    forward, forward_carries = BackwardSlice((), frozenset()), ()
+    if in_chunk is not None and (carries or held):
         wanted = set(carries)
-        if in_chunk:  # a chunk's last step starts from carries alone
-            wanted.update(_carries(pair, slice_back(loop, pair.residuals, available).reads - available))
+        if held:  # a chunk's last step starts from carries alone
+            wanted.update(_carries(pair, loop.body.slice_back(pair.residuals, available).reads - available))
         while True:
-            advance = slice_back(loop, [*(loop.next_carry[at] for at in sorted(wanted)), *in_chunk], available)
-            more = wanted.union(_carries(pair, advance.reads - available))
+            forward = loop.body.slice_back([*(loop.next_carry[at] for at in sorted(wanted)), *held], available)
+            more = wanted.union(_carries(pair, forward.reads - available))
             if more == wanted:
                 break
             wanted = more
-        advanced = tuple(sorted(wanted))
-        reads |= advance.reads
-    given = {value: y for value, y in pair.given.items() if value in reads}
-    saved = tuple(sorted((reads & available) - given.keys()))
-    return Recomputation(again, carries, advance, advanced, saved, given, in_chunk)
+        forward_carries = tuple(sorted(wanted))
+        reads |= forward.reads
+    stacked = {value: y for value, y in pair.stacked.items() if value in reads}
+    needed = tuple(sorted((reads & available) - stacked.keys()))
+    return Recomputation(residuals, carries, forward, forward_carries, needed, stacked, held)
 
 
 def _carries(pair: Pair, reads: Iterable[int]) -> tuple[int, ...]:
@@ -121,42 +128,35 @@ def _carries(pair: Pair, reads: Iterable[int]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class JointStep:
-    """One step of the reverse loop: what is repeated of the forward body, then the backward body.
+    """One step of the reverse loop: what is recomputed of the forward body, then the backward body.
 
     Attributes:
         program: its inputs are what the step reads of stacks, carries and constants, but for values that depend on no
             input of the whole step: it makes these itself.
         shift: values of the backward body have their number there plus this one, values of the forward body their own.
         overwritten: for each input whether its buffer may be reused: the cotangents' may.
-        held: what it returns beside the cotangents for the step before: gradients, which wait for their update.
-        repeats_all: whether nothing but carries was kept for it.
+        held: what it returns in addition to the cotangents for the step before: gradients, which wait for their update.
+        recomputes_all: whether nothing but carries was saved for it.
     """
 
     program: Program
     shift: int
     overwritten: tuple[bool, ...]
     held: frozenset[int]
-    repeats_all: bool
+    recomputes_all: bool
 
 
-def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
-    """One step of the reverse loop as a program.
-
-    Args:
-        pair: the loops.
-        again: what the step repeats.
-        program: that the loops are part of.
-    """
+def joint_step(pair: Pair, recomputed: Recomputation, program: Program) -> JointStep:
+    """One step of the reverse loop as a program."""
     forward, backward = pair.forward.body, pair.backward.body
     shift = len(forward.avals)
-    known = constant_equations(program)
     first = shift + len(backward.avals)  # of the program's own values
     instead: dict[int, Atom] = {}
     for loop, start in ((pair.forward, 0), (pair.backward, shift)):
         for value, atom in zip(loop.body_constants, loop.constants, strict=True):
             if isinstance(atom, Constant):
                 instead[value + start] = atom
-            elif atom in known:
+            elif atom in program.constant:
                 instead[value + start] = first + atom
     for at, y in pair.consumed.items():
         atom = pair.forward.body_ys[y]
@@ -167,26 +167,27 @@ def joint_step(pair: Pair, again: Recomputation, program: Program) -> JointStep:
         return dataclasses.replace(equation, inputs=inputs, outputs=tuple(x + start for x in equation.outputs))
 
     own = [value + shift for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]
-    there = {*again.saved, *again.given, *again.in_chunk}
-    given = {*again.again.reads, *(value for value in pair.residuals if value in there)}
-    # What is there already, and an equation that is repeated for another of its results makes again.
-    given -= {value for index in again.again.equations for value in forward.equations[index].outputs}
+    there = {*recomputed.saved, *recomputed.stacked, *recomputed.in_chunk}
+    given = {*recomputed.residuals.reads, *(value for value in pair.residuals if value in there)}
+    # What is there already, and an equation that is recomputed for another of its results makes a second time.
+    given -= {value for index in recomputed.residuals.equations for value in forward.equations[index].outputs}
     cotangents = [value + shift for value in pair.backward.body_carry]
     constants = [value + shift for value in pair.backward.body_constants]
-    made = equations_for(program, known, (x - first for x in instead.values() if not isinstance(x, Constant)))
+    fresh = (x - first for x in instead.values() if isinstance(x, int))
+    made = program.slice_back(value for value in fresh if value in program.constant).equations
     joint = Program(
         avals=(*forward.avals, *backward.avals, *program.avals),
         inputs=tuple(value for value in (*sorted(given), *constants, *cotangents, *own) if value not in instead),
         constants=(*forward.constants, *((value + shift, constant) for value, constant in backward.constants)),
         equations=(
             *(placed(program.equations[index], first) for index in made),
-            *(placed(forward.equations[index], 0) for index in again.again.equations),
+            *(placed(forward.equations[index], 0) for index in recomputed.residuals.equations),
             *(placed(equation, shift) for equation in backward.equations),
         ),
         outputs=tuple(x if isinstance(x, Constant) else instead.get(x + shift, x + shift) for x in backward.outputs),
         marks=program.marks,
     )
-    repeats_all = not again.saved and not again.in_chunk
+    recomputes_all = not recomputed.saved and not recomputed.in_chunk
     held = {x for x in joint.outputs[len(cotangents) :] if isinstance(x, int)} - {*joint.outputs[: len(cotangents)]}
     overwritten = tuple(value in cotangents for value in joint.inputs)
-    return JointStep(joint, shift, overwritten, frozenset(held), repeats_all)
+    return JointStep(joint, shift, overwritten, frozenset(held), recomputes_all)

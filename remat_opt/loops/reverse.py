@@ -1,4 +1,4 @@
-"""The reverse loop of a pair while it is being traced; see `write.py`."""
+"""The reverse loop of a pair while it is being traced; `forward.py` says what it does."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from remat_opt.loops.body import evaluate, read
 from remat_opt.loops.pair_plan import PairPlan
 from remat_opt.loops.recomputation import Recomputation
 from remat_opt.loops.reverse_step import ReverseStep
 from remat_opt.loops.stacks import room_for, slice_at, unroll_for
+from remat_opt.trace.evaluation import evaluate, read
 
 
 @dataclasses.dataclass(frozen=True)
-class KeptOfChunk:
-    """What there is of a chunk's steps before it is turned round.
+class SavedOfChunk:
+    """What is saved of a chunk's steps before they run in reverse.
 
     Attributes:
-        again: what its steps repeat; where that is less than all, the last step repeats all.
+        recomputation: of its steps; where that is less than all, the last step recomputes all.
         of: for a step of the chunk the carries that its recomputation starts from, and its residuals.
-        of_last: the same for the last step, where that repeats more.
+        of_last: the same for the last step, where that recomputes more.
     """
 
-    again: Recomputation
+    recomputation: Recomputation
     of: Callable[[Any], list[Any]]
     of_last: Callable[[Any], list[Any]] = lambda _: []
 
 
 class ReverseLoop:
-    """The reverse loop while it is being traced."""
+    """The reverse loop while it is being traced; `handed_over` is the second result of `run_forward`."""
 
     def __init__(self, plan: PairPlan, operands: dict[int, Any], handed_over: Sequence[Any]):
         self.plan = plan
@@ -44,10 +44,17 @@ class ReverseLoop:
         handed = iter(handed_over[saved:])
         # One level: the carries of all steps. Two: of each group the first ones of its chunks.
         self.carries = [] if plan.groups else list(handed)
-        self.slots = [list(itertools.islice(handed, len(again.advanced))) for again in self.repeats.of_group]
+        self.slots = [list(itertools.islice(handed, len(group.forward_carries))) for group in self.repeats.of_group]
         # Of the last chunk: its carries, and its residuals.
-        self.recent = list(itertools.islice(handed, len(self.repeats.alone.carries))) if plan.groups else []
+        self.carries_of_last = list(itertools.islice(handed, len(self.repeats.alone.carries))) if plan.groups else []
         self.residuals = list(handed)
+
+    def run(self) -> list[Any]:
+        """One value for each of `PairPlan.reverse_results`."""
+        last, stacked, in_place = self.in_two_levels() if self.plan.groups else self.in_one_level()
+        carried = dict(zip(self.pair.backward.last_carry, last, strict=True))
+        wanted = [value for value in self.pair.backward.last_carry if value in self.plan.read_later]
+        return [*(carried[value] for value in wanted), *stacked, *in_place]
 
     def in_one_level(self) -> tuple[list[Any], list[Any], list[Any]]:
         backward = self.pair.backward
@@ -56,7 +63,7 @@ class ReverseLoop:
         def step(state, x):
             index, given = x
             carries, slices = given or (
-                [self.body.slice_of(stack, index) for stack in self.carries],
+                self.slices_of(self.carries, index),
                 self.body.slices(index),
             )
             return self.body.run(state, index, self.repeats.alone, carries, slices)
@@ -64,7 +71,7 @@ class ReverseLoop:
         (last, in_place), stacked = lax.scan(
             step,
             self.body.first_state,
-            (numbers, None if self.body.is_scheduled else (list(self.carries), self.body.stacks)),
+            (numbers, None if self.body.is_scheduled else (list(self.carries), (self.body.saved, self.body.stacks))),
             length=backward.length,
             reverse=backward.reverse,
             unroll=unroll_for(backward.unroll, backward.length),
@@ -76,7 +83,7 @@ class ReverseLoop:
         avals = [plan.program.avals[value] for value in plan.stacked_results]
         state = (*self.body.first_state, [lax.full(aval.shape, 0, aval.dtype) for aval in avals])
         before = self.pair.length - plan.last_chunk
-        state = self.turn_round(state, jnp.int32(before), plan.last_chunk, self.kept_of_last_chunk())
+        state = self.run_in_reverse(state, jnp.int32(before), plan.last_chunk, self.saved_of_last_chunk())
         for number in reversed(range(len(plan.groups))):
             chunks = plan.groups[number]
             before -= chunks.all_steps
@@ -86,33 +93,28 @@ class ReverseLoop:
         return last, stacked, in_place
 
     def chunks_in_reverse(self, state: Any, group: int, before: int) -> Any:
-        """The chunks of a group, the last one first.
-
-        Args:
-            state: the backward carry, the stacks that are updated in place, and the stacks of results.
-            group: which one.
-            before: steps of the loop before it.
-        """
+        """The chunks of a group, the last one first; `before` steps of the loop come before them. The state is the
+        backward carry, the stacks that are updated in place, and the stacks of results."""
         chunks = self.plan.groups[group]
 
         def one_chunk(state, number):
             first_step = before + number * chunks.steps
-            kept = self.advance(group, number, first_step, state[1])
-            return self.turn_round(state, first_step, chunks.steps, kept), None
+            saved = self.recompute_forward(group, number, first_step, state[1])
+            return self.run_in_reverse(state, first_step, chunks.steps, saved), None
 
         return lax.scan(one_chunk, state, jnp.arange(chunks.number, dtype=jnp.int32), reverse=True)[0]
 
-    def kept_of_last_chunk(self) -> KeptOfChunk:
-        """What the forward loop kept for the last chunk."""
+    def saved_of_last_chunk(self) -> SavedOfChunk:
+        """What the forward loop saved for the last chunk."""
         alone = self.repeats.alone
-        again = self.repeats.last_chunk if self.residuals else alone
+        others = self.repeats.last_chunk if self.residuals else alone
 
         def carries_at(step: Any, positions: Sequence[int]) -> list[Any]:
-            return [self.body.slice_of(self.recent[alone.carries.index(at)], step) for at in positions]
+            return [self.body.slice_of(self.carries_of_last[alone.carries.index(at)], step) for at in positions]
 
-        return KeptOfChunk(
-            again,
-            lambda step: [*carries_at(step, again.carries), *self.body.residuals_at(self.residuals, step)],
+        return SavedOfChunk(
+            others,
+            lambda step: [*carries_at(step, others.carries), *self.body.residuals_at(self.residuals, step)],
             lambda step: carries_at(step, alone.carries),
         )
 
@@ -120,95 +122,76 @@ class ReverseLoop:
         """Where in the stacks a step of the loop is."""
         return self.pair.length - 1 - step if self.pair.forward.reverse else step
 
-    def turn_round(self, state: Any, first_step: Any, length: int, kept: KeptOfChunk) -> Any:
-        """Run one chunk in reverse.
+    def run_in_reverse(self, state: Any, first_step: Any, length: int, saved: SavedOfChunk) -> Any:
+        """Run one chunk of `length` steps in reverse; the state as of `chunks_in_reverse`."""
 
-        Args:
-            state: the backward carry, the stacks that are updated in place, and the stacks of results.
-            first_step: its first step in the loop.
-            length: steps in it.
-            kept: what there is of its steps.
-        """
+        def in_reverse(state, numbers, recomputation, saved_of):
+            def step(state, number):
+                *state, stacks = state
+                index = self.index_of(first_step + number)
+                is_single = len(numbers) == 1
+                slices = self.body.slices(index)
+                state, made = self.body.run(state, index, recomputation, saved_of(number), slices, is_single)
+                written = [lax.dynamic_update_index_in_dim(s, m, index, 0) for s, m in zip(stacks, made, strict=True)]
+                return (*state, written), None
 
-        def step(state, number, again, held, is_single):
-            index = self.index_of(first_step + number)
-            (last, in_place), made = self.body.run(state[:2], index, again, held, self.body.slices(index), is_single)
-            stacked = [lax.dynamic_update_index_in_dim(s, m, index, 0) for s, m in zip(state[2], made, strict=True)]
-            return last, in_place, stacked
-
-        def in_reverse(state, numbers, again, held_of):
             unroll = unroll_for(self.pair.backward.unroll, len(numbers))
-            return lax.scan(
-                lambda state, number: (step(state, number, again, held_of(number), len(numbers) == 1), None),
-                state,
-                numbers,
-                reverse=True,
-                unroll=unroll,
-            )[0]
+            return lax.scan(step, state, numbers, reverse=True, unroll=unroll)[0]
 
         numbers = jnp.arange(length, dtype=jnp.int32)
-        if kept.again is not self.repeats.alone:  # the others find their residuals in the chunk
-            state = in_reverse(state, numbers[-1:], self.repeats.alone, kept.of_last)
+        if saved.recomputation is not self.repeats.alone:  # the others find their residuals in the chunk
+            state = in_reverse(state, numbers[-1:], self.repeats.alone, saved.of_last)
             if state[1]:  # loops of one step are none to compilers, which would do the updates of both at the end
                 state = lax.optimization_barrier(state)
             numbers = numbers[:-1]
-        return in_reverse(state, numbers, kept.again, kept.of) if len(numbers) else state
+        return in_reverse(state, numbers, saved.recomputation, saved.of) if len(numbers) else state
 
-    def advance(self, group: int, number: Any, first_step: Any, in_place: list[Any]) -> KeptOfChunk:
-        """The carries that the steps of one chunk start from, and what it keeps besides: stacks of the chunk's size.
-
-        Args:
-            group: of which chunks.
-            number: which one of them.
-            first_step: its first step in the loop.
-            in_place: the stacks that are updated in place.
-        """
+    def recompute_forward(self, group: int, number: Any, first_step: Any, in_place: list[Any]) -> SavedOfChunk:
+        """What the steps of one chunk start from, carries and saved residuals: stacks of the chunk's size."""
         forward, chunk = self.pair.forward, self.plan.groups[group].steps
-        again, alone = self.repeats.of_group[group], self.repeats.alone
-        given_now = dict(zip(self.body.in_place.values(), in_place, strict=True))
-        reads = again.advance.reads
-        stacks = {v: stack for v, stack in self.body.forward_stacks.items() if v in reads}
-        stacks |= {v: given_now[given] for v, given in self.body.forward_in_place.items() if v in reads}
+        recomputation, alone = self.repeats.of_group[group], self.repeats.alone
+        reads, positions = recomputation.forward.reads, recomputation.forward_carries
+        stacks = {v: stack for v, stack in self.body.forward_stacks(in_place).items() if v in reads}
 
-        def among(carry, positions):
-            return [carry[again.advanced.index(at)] for at in positions]
+        def among(carry, wanted):
+            return [carry[positions.index(at)] for at in wanted]
 
-        def hold(held, carry, place):
-            values = among(carry, again.carries)
-            return [lax.dynamic_update_index_in_dim(s, c, place, 0) for s, c in zip(held, values, strict=True)]
+        def write(stacks, carry, place):
+            values = among(carry, recomputation.carries)
+            return [lax.dynamic_update_index_in_dim(s, c, place, 0) for s, c in zip(stacks, values, strict=True)]
 
-        def advanced(carry, step_number):
-            environment = self.body.forward_environment(dict(zip(again.advanced, carry, strict=True)))
+        def next_step(carry, step_number):
+            environment = self.body.forward_environment(dict(zip(positions, carry, strict=True)))
             index = self.index_of(first_step + step_number)
             environment |= {value: slice_at(stack, index) for value, stack in stacks.items()}
-            evaluate(forward.body, again.advance.equations, environment, again=True)
-            return [read(forward.next_carry[at], environment) for at in again.advanced], environment
+            evaluate(forward.body, recomputation.forward.equations, environment, recomputed=True)
+            return [read(forward.next_carry[at], environment) for at in positions], environment
 
         def step(state, step_number):
-            carry, held = state
-            carry, _ = advanced(carry, step_number - 1)
-            return (carry, hold(held, carry, step_number)), None
+            carry, stacks = state
+            carry, _ = next_step(carry, step_number - 1)
+            return (carry, write(stacks, carry, step_number)), None
 
         def step_with_residuals(carry, step_number):
-            next_carry, environment = advanced(carry, step_number)
-            return next_carry, [*among(carry, again.carries), *(environment[value] for value in again.in_chunk)]
+            next_carry, environment = next_step(carry, step_number)
+            residuals = [environment[value] for value in recomputation.in_chunk]
+            return next_carry, (among(carry, recomputation.carries), residuals)
 
         first = [slice_at(slots, number) for slots in self.slots[group]]
         unroll = unroll_for(forward.unroll, max(chunk - 1, 1))
-        if again.in_chunk:
+        if recomputation.in_chunk:
             numbers = jnp.arange(chunk - 1, dtype=jnp.int32)
-            last, held = lax.scan(step_with_residuals, first, numbers, unroll=unroll)
-            count = len(again.carries)
-            return KeptOfChunk(
-                again,
-                lambda at: [
-                    *(self.body.slice_of(stack, at) for stack in held[:count]),
-                    *self.body.residuals_at(held[count:], at),
-                ],
+            last, (carries, residuals) = lax.scan(step_with_residuals, first, numbers, unroll=unroll)
+            return SavedOfChunk(
+                recomputation,
+                lambda at: [*self.slices_of(carries, at), *self.body.residuals_at(residuals, at)],
                 lambda _: among(last, alone.carries),
             )
-        held = hold([room_for(carry, chunk) for carry in among(first, again.carries)], first, 0)
+        saved = write([room_for(carry, chunk) for carry in among(first, recomputation.carries)], first, 0)
         if chunk > 1:
             numbers = jnp.arange(1, chunk, dtype=jnp.int32)
-            (_, held), _ = lax.scan(step, (first, held), numbers, unroll=unroll)
-        return KeptOfChunk(alone, lambda at: [self.body.slice_of(stack, at) for stack in held])
+            (_, saved), _ = lax.scan(step, (first, saved), numbers, unroll=unroll)
+        return SavedOfChunk(alone, lambda at: self.slices_of(saved, at))
+
+    def slices_of(self, stacks: Sequence[Any], index: Any) -> list[Any]:
+        return [self.body.slice_of(stack, index) for stack in stacks]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 import jax
 
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
-from remat_opt.loops.constants import constant_equations
-from remat_opt.loops.memory import memory_of
+from remat_opt.loops.costs import PairCosts
+from remat_opt.loops.equal import written_alike
+from remat_opt.loops.forward import run_forward
+from remat_opt.loops.pair_plan import PairPlan
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.recomputation import Recomputation, joint_step, recomputations
-from remat_opt.loops.steps import StepSearch
+from remat_opt.loops.recomputation import recomputations
+from remat_opt.loops.reverse import ReverseLoop
+from remat_opt.loops.steps import Emit, StepSearch
 from remat_opt.loops.update import find_update
-from remat_opt.loops.write import PairWriter
 from remat_opt.trace import compat
-from remat_opt.trace.inline import Constant, Equation, Program, inline
+from remat_opt.trace.evaluation import read
+from remat_opt.trace.inline import Constant, Equation, Program, values_among
+from remat_opt.trace.traced import Tracing, renumbered
 
 
 def rewrite_loops(
@@ -30,7 +34,7 @@ def rewrite_loops(
     separate_slices: bool = False,
     steps: StepSearch | None = None,
 ) -> Program:
-    """Write pairs of scans again.
+    """Rewrite pairs of scans.
 
     Args:
         program: the flat step.
@@ -57,11 +61,10 @@ class Splicing:
 
     def __init__(self, program: Program):
         self.program = program
-        self.avals = list(program.avals)
-        self.constants = {id(constant): value for value, constant in program.constants}
-        self.more_constants: list[tuple[int, Any]] = []
+        self.tracing = Tracing(program.avals, program.constants)
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
-        self.constant = constant_equations(program)
+        self.parts: dict[Hashable, Program] = {}  # what was traced; once for pairs that are `written_alike`
+        self.needed: dict[Hashable, int] = {}  # the workspaces of their reverse loops
         self.run_once: set[int] = set()
         self.workspaces: dict[int, int] = {}
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
@@ -78,116 +81,83 @@ class Splicing:
         """Put a pair's two loops in the place of its scans."""
         program = self.program
         update = find_update(program, pair, aliases, pairs) if choice.update else None
-        absorbed = set(update.equations) if update else set()
-        read_later = {x for x in program.outputs if not isinstance(x, Constant)}
-        for index, equation in enumerate(program.equations):
-            if index not in (pair.backward_index, *absorbed):
-                read_later.update(x for x in equation.inputs if not isinstance(x, Constant))
+        absorbed = {pair.backward_index, *(update.equations if update else ())}
+        read_later = program.returned | {
+            v for v, readers in program.readers.items() if not absorbed.issuperset(readers)
+        }
         repeats = recomputations(pair, choice)
-        writer = PairWriter(
-            program, pair, choice, repeats, update, self.constant, frozenset(read_later), separate_slices, steps
-        )
+        plan = PairPlan(program, pair, choice, repeats, update, read_later, separate_slices, steps)
         # The reverse loop may read results of the forward loop that nothing else reads: a stack that is handed back.
-        writer = dataclasses.replace(writer, read_later=writer.read_later.union(writer.reverse_operands))
+        plan = dataclasses.replace(plan, read_later=plan.read_later.union(plan.reverse_operands))
 
-        operands = values_among(pair.forward.equation.inputs)
+        key = written_alike(plan)
+        operands = pair.forward.equation.reads
 
-        def forward(*values):
-            results, handed_over = writer.forward(dict(zip(operands, values, strict=True)))
+        def forward(values: Sequence[Any]) -> list[Any]:
+            results, handed_over = run_forward(plan, dict(zip(operands, values, strict=True)))
             return [*results, *handed_over]
 
-        made = self.trace(pair.forward_index, forward, operands)
-        results, handed_over = made[: len(writer.forward_results)], made[len(writer.forward_results) :]
-        self.rename(writer.forward_results, results)
+        made = self.trace(pair.forward_index, forward, operands, (key, "forward"))
+        results, handed_over = made[: len(plan.forward_results)], made[len(plan.forward_results) :]
+        self.rename(plan.forward_results, results)
 
-        reads = writer.reverse_operands
+        reads = plan.reverse_operands
 
-        def reverse(*values):
-            return writer.reverse(dict(zip(reads, values[: len(reads)], strict=True)), values[len(reads) :])
+        def reverse(values: Sequence[Any]) -> list[Any]:
+            return ReverseLoop(plan, dict(zip(reads, values, strict=False)), values[len(reads) :]).run()
 
-        def in_one_equation(*values):
-            # Two levels are two loops, which hand stacks from one to the other in place: one operation to all others.
-            jaxpr = compat.without_dead_code(jax.make_jaxpr(reverse)(*values))
-            free = [*compat.constants_of(jaxpr), *values]
-            return compat.bind_remat(compat.open_jaxpr(jaxpr), free, [False] * len(free), None)
-
-        written = reverse if choice.chunk is None else in_one_equation
-        self.rename(writer.reverse_results, self.trace(pair.backward_index, written, [*reads, *handed_over]))
-        for index in absorbed:
+        # Two levels are two loops, which hand stacks from one to the other in place: one operation to all others.
+        written = reverse if choice.chunk is None else in_one_equation(reverse)
+        made = self.trace(pair.backward_index, written, [*reads, *handed_over], (key, "reverse"))
+        self.rename(plan.reverse_results, made)
+        for index in absorbed - {pair.backward_index}:
             self.instead[index] = []
         if steps is not None and (choice.step_bytes is not None or choice.chunk is not None):
-            self.note_workspace(pair, choice, writer, steps)
+            self.note_workspace(plan, steps, key)
 
-    def note_workspace(self, pair: Pair, choice: LoopChoice, writer: PairWriter, steps: StepSearch) -> None:
+    def note_workspace(self, plan: PairPlan, steps: StepSearch, key: Hashable) -> None:
         """Keep what a reverse loop needs whose steps are scheduled, or which lets go of stacks before it is done: that
         cannot be read off what was written."""
-
-        def peak_of_step(again: Recomputation) -> int:
-            costs = steps.costs(joint_step(pair, again, self.program))
-            return costs.chosen(choice.step_bytes, is_alone=again is writer.repeats.alone).peak
-
-        _, needed = memory_of(pair, choice, writer.repeats, peak_of_step)
-        regions = [one for one in self.instead[pair.backward_index] if compat.jaxprs_in(one.params)]
+        if key not in self.needed:
+            self.needed[key] = PairCosts(plan.pair, self.program, steps.rates, None, steps).memory(plan.choice)[1]
+        regions = [one for one in self.instead[plan.pair.backward_index] if compat.jaxprs_in(one.params)]
         if len(regions) == 1:
-            self.workspaces[regions[0].outputs[0]] = needed
+            self.workspaces[regions[0].outputs[0]] = self.needed[key]
 
-    def trace(self, index: int, fun: Callable[..., list[Any]], operands: Sequence[Atom]) -> list[Atom]:
-        """Put what a function does in the place of an equation.
+    def trace(self, index: int, emit: Emit, operands: Sequence[Atom], key: Hashable) -> list[Atom]:
+        """Put what is done on some operands in the place of an equation; the values of the results.
 
-        Args:
-            index: which equation.
-            fun: takes one value for each of `operands`.
-            operands: values of the program, also new ones.
-
-        Returns:
-            The values of the function's results.
+        It is traced once for all that have the same key.
         """
-        old = self.program.equations[index]
-
-        def in_context(*values):
-            with compat.equation_context(old.source_info, old.context):
-                return fun(*values)
-
-        avals = [x.aval if isinstance(x, Constant) else self.avals[x] for x in operands]
-        closed = compat.without_dead_code(jax.make_jaxpr(in_context)(*avals))
-        part = inline(closed, keep_checkpoints=True)
-        number: dict[int, Atom] = dict(zip(part.inputs, operands, strict=True))
-        for value, constant in part.constants:
-            if id(constant) not in self.constants:
-                self.constants[id(constant)] = self.new_value(part.avals[value])
-                self.more_constants.append((self.constants[id(constant)], constant))
-            number[value] = self.constants[id(constant)]
-        equations = []
-        for equation in part.equations:
-            number.update((value, self.new_value(part.avals[value])) for value in equation.outputs)
-            equations.append(_renumbered(equation, number))
+        if key not in self.parts:
+            equation = self.program.equations[index]
+            self.parts[key] = self.tracing.traced(lambda *values: emit(values), equation, operands)
+        self.instead[index], results = self.tracing.placed(self.parts[key], operands)
+        for equation in self.instead[index]:
             if compat.jaxprs_in(equation.params):
-                self.run_once.update(equations[-1].outputs)
-        self.instead[index] = equations
-        return [x if isinstance(x, Constant) else number[x] for x in part.outputs]
+                self.run_once.update(equation.outputs)
+        return results
 
-    def new_value(self, aval: Any) -> int:
-        self.avals.append(aval)
-        return len(self.avals) - 1
+    def replace(self, index: int, emit: Emit, workspace: int | None = None) -> None:
+        """Put what gives the same results, as one equation with a body, in the place of an equation.
 
-    def replace(self, index: int, fun: Callable[..., list[Any]], workspace: int | None = None) -> None:
-        """Put a function of an equation's non-literal operands in its place; it gives what the equation gave.
-
-        Args:
-            index: which equation.
-            fun: what is done instead, as one equation with a body.
-            workspace: bytes that its body needs, where that is known.
+        `workspace` are the bytes that the body needs, where that is known.
         """
         old = self.program.equations[index]
-        self.rename(old.outputs, self.trace(index, fun, values_among(old.inputs)))
+
+        def on_operands(values: Sequence[Any]) -> list[Any]:
+            environment = dict(zip(old.reads, values, strict=True))
+            return emit([read(atom, environment) for atom in old.inputs])
+
+        self.rename(old.outputs, self.trace(index, on_operands, old.reads, index))
         if workspace is not None:
             (region,) = (e for e in self.instead[index] if compat.jaxprs_in(e.params))
             self.workspaces[region.outputs[0]] = workspace
 
     def rename(self, values: Sequence[int], atoms: Sequence[Atom]) -> None:
         for value, atom in zip(values, atoms, strict=True):
-            aval = atom.aval if isinstance(atom, Constant) else self.avals[atom]
-            old = self.avals[value]
+            aval = atom.aval if isinstance(atom, Constant) else self.tracing.avals[atom]
+            old = self.program.avals[value]
             if (aval.shape, aval.dtype) != (old.shape, old.dtype):
                 raise ValueError(
                     f"expected a value like {old.str_short()}, the rewritten loop makes {aval.str_short()}"
@@ -201,14 +171,13 @@ class Splicing:
                 atom = self.renamed[atom]
             self.renamed[value] = atom
         equations = [
-            _renumbered(equation, self.renamed) for index in sorted(self.instead) for equation in self.instead[index]
+            renumbered(equation, self.renamed) for index in sorted(self.instead) for equation in self.instead[index]
         ]
-        outputs = tuple(x if isinstance(x, Constant) else self.renamed.get(x, x) for x in self.program.outputs)
-        constants = (*self.program.constants, *self.more_constants)
+        outputs = tuple(self.renamed.get(x, x) if isinstance(x, int) else x for x in self.program.outputs)
         return dataclasses.replace(
             self.program,
-            avals=tuple(self.avals),
-            constants=constants,
+            avals=tuple(self.tracing.avals),
+            constants=tuple(self.tracing.constants),
             equations=in_topological_order(equations, outputs),
             run_once=self.program.run_once | self.run_once,
             workspaces=(*self.program.workspaces, *self.workspaces.items()),
@@ -216,26 +185,39 @@ class Splicing:
         )
 
 
+def in_one_equation(emit: Emit) -> Emit:
+    """What evaluates the same as one equation, which keeps what nobody needs out of it: a region that is recomputed."""
+
+    def whole(values: Sequence[Any]) -> list[Any]:
+        jaxpr = compat.without_dead_code(jax.make_jaxpr(lambda *x: emit(x))(*values))
+        inputs = [*compat.constants_of(jaxpr), *values]
+        return compat.bind_remat(compat.open_jaxpr(jaxpr), inputs, [False] * len(inputs), None)
+
+    return whole
+
+
 def in_topological_order(equations: Sequence[Equation], outputs: Sequence[Atom]) -> tuple[Equation, ...]:
     """Equations in their order, but each after those it reads from, without those that nothing needs."""
     producer = {value: index for index, equation in enumerate(equations) for value in equation.outputs}
-    needed = {x for x in outputs if not isinstance(x, Constant)}
+
+    def before(atoms: Iterable[Atom]) -> list[int]:
+        return [producer[x] for x in values_among(atoms) if x in producer]
+
     alive: set[int] = set()
-    stack = [producer[x] for x in needed if x in producer]
+    stack = before(outputs)
     stack += [index for index, equation in enumerate(equations) if equation.effects]
     while stack:
         index = stack.pop()
         if index not in alive:
             alive.add(index)
-            stack.extend(producer[x] for x in values_among(equations[index].inputs) if x in producer)
+            stack += before(equations[index].inputs)
     ordered: list[Equation] = []
     done: set[int] = set()
     for first in sorted(alive):
         stack = [first]
         while stack:
             index = stack[-1]
-            missing = [producer[x] for x in values_among(equations[index].inputs) if x in producer]
-            missing = [before for before in missing if before not in done]
+            missing = [one for one in before(equations[index].inputs) if one not in done]
             if index in done or not missing:
                 stack.pop()
                 if index not in done:
@@ -244,18 +226,3 @@ def in_topological_order(equations: Sequence[Equation], outputs: Sequence[Atom])
             else:
                 stack.extend(sorted(missing, reverse=True))
     return tuple(ordered)
-
-
-def _renumbered(equation: Equation, number: Mapping[int, Atom]) -> Equation:
-    inputs = tuple(x if isinstance(x, Constant) else number.get(x, x) for x in equation.inputs)
-    outputs = []
-    for value in equation.outputs:
-        named = number.get(value, value)
-        assert not isinstance(named, Constant)
-        outputs.append(named)
-    return dataclasses.replace(equation, inputs=inputs, outputs=tuple(outputs))
-
-
-def values_among(atoms: Sequence[Atom]) -> list[int]:
-    """The operands that are no literals, each once."""
-    return list(dict.fromkeys(x for x in atoms if not isinstance(x, Constant)))

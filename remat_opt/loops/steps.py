@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+from remat_opt.graph.cost import Rates
 from remat_opt.loops.recomputation import JointStep
 
 ABOUT_NOTHING = 0.005  # of a step's FLOPs
@@ -46,32 +47,28 @@ class StepCosts:
         """The step in its own order."""
         return self.schedules[-1]
 
-    def within(self, most_bytes: int | None) -> StepCost:
-        """The least time with a peak of so many bytes, or the least memory; None is the step in its own order."""
+    def chosen(self, most_bytes: int | None, *, is_alone: bool = True) -> StepCost:
+        """The least time with a peak of so many bytes, or the least memory; None is the step in its own order.
+
+        Of a step whose chunk saved residuals for it the least memory for about those FLOPs: it reads more of its
+        operands from stacks than its costs know, as slices that a compiler stores.
+        """
         if most_bytes is None:
             return self.in_order
-        return next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
-
-    def chosen(self, most_bytes: int | None, *, is_alone: bool) -> StepCost:
-        """Of a step that starts from its carries alone, or of one whose chunk kept residuals for it."""
-        return self.within(most_bytes) if is_alone else self.sparing(most_bytes)
-
-    def sparing(self, most_bytes: int | None) -> StepCost:
-        """The least memory for about the FLOPs of `within`: for a step that reads more of its operands from stacks than
-        its costs know, as slices that a compiler stores."""
-        if most_bytes is None:
-            return self.in_order
-        most = self.within(most_bytes).extra_flops + ABOUT_NOTHING * self.flops
-        return next(one for one in self.schedules if one.extra_flops <= most)
+        fitting = next((one for one in reversed(self.schedules) if one.peak <= most_bytes), self.schedules[0])
+        most = fitting.extra_flops + ABOUT_NOTHING * self.flops
+        return fitting if is_alone else next(one for one in self.schedules if one.extra_flops <= most)
 
 
 class StepSearch(Protocol):
-    """Schedules steps of reverse loops: what a step repeats need not all be there at its beginning."""
+    """Schedules steps of reverse loops: what a step recomputes need not all be there at its beginning."""
+
+    rates: Rates
 
     def costs(self, step: JointStep) -> StepCosts:
         """What a step can be."""
         ...
 
     def written(self, step: JointStep, most_bytes: int) -> Emit | None:
-        """The step as `StepCosts.within` has it; None where that is its own order."""
+        """The step as `StepCosts.chosen` has it; None where that is its own order."""
         ...

@@ -16,29 +16,16 @@ from jax import lax
 from jax.extend.core import primitives as P
 
 from remat_opt.graph.build import bytes_of
-from remat_opt.loops.body import read
 from remat_opt.loops.pairs import Pair
 from remat_opt.trace import compat
+from remat_opt.trace.evaluation import bind, read
 from remat_opt.trace.inline import Constant, Equation, Program
-from remat_opt.trace.primitives import ELEMENTWISE
+from remat_opt.trace.primitives import ELEMENTWISE, named
 
-# Elementwise by cost, but their parameters or operands speak of axes, so that they cannot be applied to one slice.
-_OF_AXES = frozenset(
-    {
-        P.bitcast_convert_type_p,
-        P.broadcast_in_dim_p,
-        P.concatenate_p,
-        P.dynamic_slice_p,
-        P.iota_p,
-        P.pad_p,
-        P.reshape_p,
-        P.rev_p,
-        P.slice_p,
-        P.squeeze_p,
-        P.transpose_p,
-    }
+# Of what is elementwise by cost without what speaks of axes, and so cannot be applied to one slice.
+_EACH_ELEMENT = ELEMENTWISE - named(
+    "bitcast_convert_type broadcast_in_dim concatenate dynamic_slice iota pad reshape rev slice squeeze transpose"
 )
-_EACH_ELEMENT = ELEMENTWISE - _OF_AXES
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,13 +68,8 @@ class _Search:
         self.program = program
         self.pair = pair
         self.given_of = given_of
-        self.returned = {x for x in program.outputs if not isinstance(x, Constant)}
-        self.users: dict[int, set[int]] = {}
-        self.producer: dict[int, int] = {}
-        for index, equation in enumerate(program.equations):
-            self.producer.update(dict.fromkeys(equation.outputs, index))
-            for x in _values(equation):
-                self.users.setdefault(x, set()).add(index)
+        self.returned = program.returned
+        self.users = {value: set(readers) for value, readers in program.readers.items()}
         loops = {pair.backward_index, *(other.backward_index for other in pairs)}
         self.after_loops = self.dependent_on(loops)
 
@@ -96,7 +78,7 @@ class _Search:
         found: set[int] = set()
         for index, equation in enumerate(self.program.equations):
             late_effect = equation.effects and index > self.pair.backward_index
-            if index in loops or late_effect or not found.isdisjoint(_values(equation)):
+            if index in loops or late_effect or not found.isdisjoint(equation.reads):
                 found.update(equation.outputs)
         return found
 
@@ -117,13 +99,13 @@ class _Search:
         made = set(gradients)
         for index in range(self.pair.backward_index + 1, len(self.program.equations)):
             equation = self.program.equations[index]
-            if self.fits(equation, made) and not made.isdisjoint(_values(equation)):
+            if self.fits(equation, made) and not made.isdisjoint(equation.reads):
                 region.add(index)
                 made.update(equation.outputs)
         pending = list(region)
         while pending:
-            for x in _values(self.program.equations[pending.pop()]):
-                index = self.producer.get(x)
+            for x in self.program.equations[pending.pop()].reads:
+                index = self.program.producer.get(x)
                 if x in made or index is None or x in self.after_loops or x in self.returned:
                     continue
                 equation = self.program.equations[index]
@@ -177,21 +159,20 @@ class _Search:
         return kept, kept_gradients
 
     def connected(self, region: set[int], made: set[int]) -> list[set[int]]:
-        parts: list[set[int]] = []
-        todo = set(region)
-        while todo:
-            part, stack = set(), [min(todo)]
-            while stack:
-                index = stack.pop()
-                if index in part:
-                    continue
-                part.add(index)
-                equation = self.program.equations[index]
-                near = made.intersection((*_values(equation), *equation.outputs))
-                stack.extend(i for v in near for i in (*self.users.get(v, ()), self.producer[v]) if i in region)
-            parts.append(part)
-            todo -= part
-        return parts
+        """The region in parts that have none of the values `made` in common."""
+        parts: list[tuple[set[int], set[int]]] = []  # equations, and values that they make or read
+        for index in sorted(region):
+            equation = self.program.equations[index]
+            joined, values = {index}, made.intersection((*equation.reads, *equation.outputs))
+            others = []
+            for part in parts:
+                if values.isdisjoint(part[1]):
+                    others.append(part)
+                else:
+                    joined |= part[0]
+                    values |= part[1]
+            parts = [*others, (joined, values)]
+        return [equations for equations, _ in parts]
 
     def results(self, region: set[int]) -> list[int]:
         values = [v for index in sorted(region) for v in self.program.equations[index].outputs]
@@ -199,7 +180,7 @@ class _Search:
 
     def result(self, region: set[int], gradients: set[int]) -> Update:
         inside = {v for index in region for v in self.program.equations[index].outputs} | gradients
-        read_by = dict.fromkeys(x for index in sorted(region) for x in _values(self.program.equations[index]))
+        read_by = dict.fromkeys(x for index in sorted(region) for x in self.program.equations[index].reads)
         outside = [x for x in read_by if x not in inside]
         stacks = tuple(x for x in outside if self.is_stack(x))
         results = tuple(self.results(region))
@@ -225,24 +206,14 @@ class _Search:
 
 
 def update_slices(program: Program, update: Update, environment: dict[int, Any]) -> None:
-    """Evaluate an update's equations on slices.
-
-    Args:
-        program: the flat step.
-        update: what to evaluate.
-        environment: one slice for each gradient and stack, and the others as they are; results are added.
-    """
+    """Evaluate an update's equations on one slice of each gradient and stack, and on the others as they are."""
     for index in update.equations:
         equation = program.equations[index]
         inputs = [read(atom, environment) for atom in equation.inputs]
-        with compat.equation_context(equation.source_info, equation.context):
-            if equation.primitive is P.broadcast_in_dim_p:
-                shape = program.avals[equation.outputs[0]].shape[1:]
+        if equation.primitive is P.broadcast_in_dim_p:
+            shape = program.avals[equation.outputs[0]].shape[1:]
+            with compat.equation_context(equation.source_info, equation.context):
                 results = [lax.broadcast_in_dim(inputs[0], shape, ())]
-            else:
-                results = compat.bind_equation(equation.primitive, equation.params, inputs)
+        else:
+            results = bind(equation, inputs)
         environment.update(zip(equation.outputs, results, strict=True))
-
-
-def _values(equation: Equation) -> list[int]:
-    return [x for x in equation.inputs if not isinstance(x, Constant)]

@@ -13,9 +13,8 @@ from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import minimum_possible
 from remat_opt.loops.body import is_loop
 from remat_opt.loops.choose import LoopChoices
-from remat_opt.loops.inside import rewrite_inside
+from remat_opt.loops.inside import Body, rewrite_inside
 from remat_opt.loops.recomputation import JointStep
-from remat_opt.loops.regions import Body
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.steps import Emit, StepCost, StepCosts
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
@@ -130,7 +129,7 @@ class SearchedSteps:
 
 def _frontier(step: JointStep, problem: Problem) -> tuple[Solution, ...]:
     """The schedules of a step: of one that repeats all, which is in every pair, with more care."""
-    return search_of(problem).frontier if step.repeats_all else search_of(problem).short_frontier
+    return search_of(problem).frontier if step.recomputes_all else search_of(problem).short_frontier
 
 
 def _problem_of(graph: Graph, known: dict[Any, Problem]) -> Problem:

@@ -6,12 +6,13 @@ by slice. Its readers can read the operand instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from jax.extend.core import primitives
 
 from remat_opt.trace import compat
+from remat_opt.trace.nested import with_jaxprs
 
 
 def without_copies(closed: Any) -> Any:
@@ -26,9 +27,7 @@ def without_copies(closed: Any) -> Any:
 def _without_copies(jaxpr: Any, known: dict[int, Any]) -> Any:
     """An open jaxpr, in which what nobody reads any more still stands.
 
-    Args:
-        jaxpr: to read.
-        known: by the id of a jaxpr what was made of it, so that equal calls stay equal.
+    `known` has by the id of a jaxpr what was made of it, so that equal calls stay equal.
     """
     if id(jaxpr) in known:
         return known[id(jaxpr)]
@@ -39,7 +38,7 @@ def _without_copies(jaxpr: Any, known: dict[int, Any]) -> Any:
 
     equations, is_changed = [], False
     for equation in jaxpr.eqns:
-        params = _with_jaxprs(equation.params, lambda inner: _without_copies(inner, known))
+        params = with_jaxprs(equation.params, lambda inner: _without_copies(inner, known))
         if params is not equation.params or any(
             not isinstance(x, compat.Literal) and x in same for x in equation.invars
         ):
@@ -51,37 +50,6 @@ def _without_copies(jaxpr: Any, known: dict[int, Any]) -> Any:
     is_changed |= any(one is not other for one, other in zip(outputs, jaxpr.outvars, strict=True))
     known[id(jaxpr)] = jaxpr.replace(eqns=equations, outvars=outputs) if is_changed else jaxpr
     return known[id(jaxpr)]
-
-
-def _with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
-    """An equation's parameters with a function of the open jaxprs among them; the same object where none changes.
-
-    Args:
-        params: of the equation; a kernel's jaxprs stay.
-        change: gives a jaxpr of the same inputs and outputs, or the very same one.
-    """
-
-    def changed(value: Any) -> Any:
-        if not isinstance(value, (compat.Jaxpr, compat.ClosedJaxpr)):
-            return value
-        body = compat.bare_jaxpr(value)
-        found = change(body)
-        return (
-            value
-            if found is body
-            else found
-            if value is body
-            else compat.ClosedJaxpr(found, compat.constants_of(value))
-        )
-
-    if not compat.jaxprs_in(params):
-        return params
-    found = {
-        name: tuple(map(changed, value)) if isinstance(value, tuple) else changed(value)
-        for name, value in params.items()
-    }
-    pairs = zip(compat.jaxprs_in(params), compat.jaxprs_in(found), strict=True)
-    return params if all(one is other for one, other in pairs) else found
 
 
 def _handed_back(loop: Any) -> Iterator[tuple[Any, Any]]:

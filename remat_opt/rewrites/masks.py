@@ -9,11 +9,12 @@ input in any case.) The compiler would simplify the new mask back to the old one
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from jax.extend.core import primitives
 
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.inline import Constant, Program
 
 _CONTRACTIONS = frozenset({primitives.conv_general_dilated_p, primitives.dot_general_p})
 _BIASES = frozenset({primitives.add_p, primitives.sub_p})
@@ -21,14 +22,6 @@ _BIASES = frozenset({primitives.add_p, primitives.sub_p})
 
 def mask_by_outputs(program: Program) -> Program:
     """The same program with such masks made from the rectified values; the program itself where there are none."""
-    producer = {value: equation for equation in program.equations for value in equation.outputs}
-    users: dict[int, int] = {}
-    for equation in program.equations:
-        for value in {atom for atom in equation.inputs if not isinstance(atom, Constant)}:
-            users[value] = users.get(value, 0) + 1
-    for value in program.outputs:
-        if not isinstance(value, Constant):
-            users[value] = users.get(value, 0) + 1
     rectified: dict[int, int] = {}
     equations, asked = [], set()
     for equation in program.equations:
@@ -36,24 +29,29 @@ def mask_by_outputs(program: Program) -> Program:
         if isinstance(x, int) and len(equation.inputs) == 2 and is_zero(equation.inputs[1]):
             if equation.primitive is primitives.max_p:
                 rectified[x] = equation.outputs[0]
-            elif equation.primitive is primitives.gt_p and x in rectified and _is_read_by_two(x, producer, users):
+            elif equation.primitive is primitives.gt_p and x in rectified and _is_read_by_two(program, x):
                 equation = dataclasses.replace(equation, inputs=(rectified[x], equation.inputs[1]))
                 asked.add(rectified[x])
         equations.append(equation)
     return dataclasses.replace(program, equations=tuple(equations), opaque=frozenset(asked)) if asked else program
 
 
-def _is_read_by_two(value: int, producer: dict[int, Equation], users: dict[int, int]) -> bool:
+def _is_read_by_two(program: Program, value: int) -> bool:
     """Whether a value is a contraction's result, with at most a bias, that only the rectifier and its mask read."""
-    if users[value] != 2:
+
+    def made_by(value: int) -> Any:
+        index = program.producer.get(value)
+        return None if index is None else program.equations[index].primitive
+
+    def uses(value: int) -> int:
+        return len(program.readers[value]) + program.outputs.count(value)
+
+    if uses(value) != 2:
         return False
-    equation = producer.get(value)
-    if equation is None or equation.primitive in _CONTRACTIONS:
-        return equation is not None
-    if equation.primitive not in _BIASES:
-        return False
-    made = [producer.get(atom) for atom in equation.inputs if isinstance(atom, int) and users[atom] == 1]
-    return sum(maker is not None and maker.primitive in _CONTRACTIONS for maker in made) == 1
+    if made_by(value) in _BIASES:
+        operands = [x for x in program.equations[program.producer[value]].inputs if isinstance(x, int)]
+        return sum(uses(one) == 1 and made_by(one) in _CONTRACTIONS for one in operands) == 1
+    return made_by(value) in _CONTRACTIONS
 
 
 def is_zero(operand: int | Constant) -> bool:

@@ -22,7 +22,7 @@ from remat_opt.rewrites.masks import is_zero
 from remat_opt.trace.avals import is_placed
 from remat_opt.trace.inline import Equation, Program
 from remat_opt.trace.platforms import GPUS
-from remat_opt.trace.traced import traced_instead
+from remat_opt.trace.traced import Tracing
 
 FUSING_PLATFORMS = GPUS | {"tpu"}
 
@@ -37,13 +37,14 @@ def by_comparison(program: Program) -> Program:
         for equation in program.equations
         if equation.primitive is primitives.broadcast_in_dim_p and is_zero(equation.inputs[0])
     }
-    avals, equations = list(program.avals), []
+    tracing, equations = Tracing(program.avals, program.constants), []
     for equation in program.equations:
         if _puts_one_in_each_row(program, equation, zeros):
-            equations += _compared(program, equation, avals)
+            equations += _compared(program, equation, tracing)
         else:
             equations.append(equation)
-    return dataclasses.replace(program, avals=tuple(avals), equations=tuple(equations), compares=True)
+    avals, constants = tuple(tracing.avals), tuple(tracing.constants)
+    return dataclasses.replace(program, avals=avals, constants=constants, equations=tuple(equations), compares=True)
 
 
 def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int]) -> bool:
@@ -65,19 +66,21 @@ def _puts_one_in_each_row(program: Program, equation: Equation, zeros: set[int])
     )
 
 
-def _compared(program: Program, equation: Equation, avals: list) -> list[Equation]:
-    """The equations instead; their values are added to `avals`, but for the result, which keeps its number."""
+def _compared(program: Program, equation: Equation, tracing: Tracing) -> list[Equation]:
+    """The equations instead; the result keeps its number."""
     (axis,) = equation.params["dimension_numbers"].scatter_dims_to_operand_dims
     array, index, _ = (program.aval_of(operand) for operand in equation.inputs)
     rows = tuple(other for other in range(array.ndim) if other != axis)
     counted = index.dtype if jnp.iinfo(index.dtype).max >= array.shape[axis] else jnp.dtype("int32")
 
-    def put(index: jax.Array, number: jax.Array) -> jax.Array:
+    def put(index: jax.Array, number: jax.Array) -> list[jax.Array]:
         index, number = (
             lax.broadcast_in_dim(lax.reshape(one, [array.shape[row] for row in rows]), array.shape, rows)
             for one in (lax.convert_element_type(index, counted), number)
         )
         places = lax.broadcasted_iota(counted, array.shape, axis)
-        return lax.select(places == index, number, lax.full(array.shape, 0, array.dtype))
+        return [lax.select(places == index, number, lax.full(array.shape, 0, array.dtype))]
 
-    return traced_instead(put, equation, equation.inputs[1:], avals)
+    operands = equation.inputs[1:]
+    equations, _ = tracing.placed(tracing.traced(put, equation, operands), operands)
+    return [*equations[:-1], dataclasses.replace(equations[-1], outputs=equation.outputs)]

@@ -6,7 +6,7 @@ of zeros of the input's size, and a scatter; and it reads the pool's whole opera
 instruction, which needs none of that.
 
 The form here has one byte for each window, its *place*, which says where in the window the maximum was found. It is
-made beside the pool and is all that the backward pass reads; the rest is elementwise and is fused. Windows are visited
+made with the pool and is all that the backward pass reads; the rest is elementwise and is fused. Windows are visited
 in the same order and each element sums its windows in the same order, so that the results are the same to the bit, for
 ties, infinities and NaNs too.
 
@@ -31,7 +31,7 @@ import jax
 from jax.extend.core import primitives
 
 from remat_opt.rewrites.masks import is_zero
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.inline import Constant, Equation, Program, alive
 from remat_opt.trace.platforms import GPUS
 from remat_opt.trace.pool_parts import BOTH, PLACES, SPREAD, places_of
 
@@ -54,8 +54,8 @@ def without_scatter(equation: Equation, platform: str) -> bool:
 def by_places(program: Program, platform: str) -> Program:
     """The same program with such scatters in two parts, and on the CPU in one.
 
-    Places are made behind the pool and are read behind one barrier with its result, so that no compiler makes them
-    later, or again, from the operand.
+    Places are made right after the pool and are read after one barrier with its result, so that no compiler makes
+    them later, or a second time, from the operand.
     """
     scatters = [equation for equation in program.equations if without_scatter(equation, platform)]
     if not scatters:
@@ -74,15 +74,10 @@ class _Rewriting:
     def __init__(self, program: Program):
         self.program = program
         self.avals = list(program.avals)
-        self.producer = {value: index for index, one in enumerate(program.equations) for value in one.outputs}
-        self.readers: dict[int, list[int]] = {}
-        for index, equation in enumerate(program.equations):
-            for value in {atom for atom in equation.inputs if isinstance(atom, int)}:
-                self.readers.setdefault(value, []).append(index)
+        self.producer, self.readers = program.producer, program.readers
         self.instead: dict[int, Equation] = {}  # by the index of the equation that makes the result
         self.inserted_after: dict[int, list[Equation]] = {}  # what comes next; -1 for the beginning
-        self.gone: set[int] = set()
-        self.opaque = set(program.opaque)
+        self.places: set[int] = set()
         self.in_one_barrier = list(program.in_one_barrier)
 
     def run(self, scatters: Sequence[Equation]) -> Program:
@@ -90,14 +85,15 @@ class _Rewriting:
             self.divide(equation)
         equations = [*self.inserted_after.get(-1, ())]
         for index, equation in enumerate(self.program.equations):
-            if index not in self.gone:
-                equations.append(self.instead.get(index, equation))
-            equations += self.inserted_after.get(index, ())
+            equations += [self.instead.get(index, equation), *self.inserted_after.get(index, ())]
+        kept = alive(equations, self.program.outputs)
+        # A rectifier's result need not be hidden for a mask that is not made any more.
+        compared = {value for one in kept if one.primitive is primitives.gt_p for value in one.reads}
         return dataclasses.replace(
             self.program,
             avals=tuple(self.avals),
-            equations=tuple(equations),
-            opaque=frozenset(self.opaque),
+            equations=kept,
+            opaque=self.program.opaque.intersection(compared) | self.places,
             in_one_barrier=tuple(self.in_one_barrier),
         )
 
@@ -105,14 +101,14 @@ class _Rewriting:
         source, operand = equation.inputs
         (at,) = {self.producer[value] for value in equation.outputs}
         mask = self.mask_after(equation)
-        aval = operand.aval if isinstance(operand, Constant) else self.avals[operand]
+        aval = self.program.aval_of(operand)
         pool = _pool(equation)
         params = {"pool": pool, "rectified": mask is not None}
         given = jax.ShapeDtypeStruct(aval.shape, aval.dtype)
         windows = jax.eval_shape(functools.partial(places_of, **params), given)
         which = len(self.avals)
         self.avals.append(windows)
-        self.opaque.add(which)
+        self.places.add(which)
         places = dataclasses.replace(equation, primitive=PLACES, inputs=(operand,), outputs=(which,), params=params)
         pooled = self.pool_of(operand, pool, at)
         if pooled is None:
@@ -129,9 +125,6 @@ class _Rewriting:
             outputs=self.program.equations[last].outputs,
             params={"pool": pool, "shape": tuple(aval.shape)},
         )
-        if mask is not None:
-            self.gone.add(at)
-            self.drop_mask(mask, operand)
 
     def pool_of(self, operand: int | Constant, pool: dict[str, Any], before: int) -> int | None:
         """The equation, before another one, that pools an operand."""
@@ -168,15 +161,3 @@ class _Rewriting:
     def is_zeros(self, value: int | Constant) -> bool:
         spread_out = self.made_by(value, primitives.broadcast_in_dim_p)
         return is_zero(value) or (spread_out is not None and is_zero(spread_out.inputs[0]))
-
-    def drop_mask(self, select: int, operand: int | Constant) -> None:
-        """A mask that nothing else reads is not made, and its rectifier's result need not be hidden for it."""
-        mask = self.program.equations[select].inputs[0]
-        assert isinstance(mask, int)
-        if self.readers[mask] != [select] or mask in self.program.outputs:
-            return
-        self.gone.add(self.producer[mask])
-        if isinstance(operand, int):
-            readers = [self.program.equations[index] for index in self.readers[operand]]
-            if [one.outputs for one in readers if one.primitive is primitives.gt_p] == [(mask,)]:
-                self.opaque.discard(operand)

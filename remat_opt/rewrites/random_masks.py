@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from jax.extend.core import primitives as P
 
-from remat_opt.trace.inline import Constant, Program
+from remat_opt.trace.inline import Program
 from remat_opt.trace.primitives import ELEMENTWISE, named
 
 _COMPARISONS = named("eq ge gt le lt ne")
@@ -27,7 +27,7 @@ def masks_of_bits(program: Program) -> frozenset[int]:
         if equation.primitive not in ELEMENTWISE or len(equation.outputs) != 1:
             continue
         (made,) = equation.outputs
-        read = [atom for atom in equation.inputs if not isinstance(atom, Constant) and program.avals[atom].size > 1]
+        read = [value for value in equation.reads if program.avals[value].size > 1]
         if not read or not of_bits.issuperset(read) or program.avals[read[0]].size != program.avals[made].size:
             continue
         if equation.primitive in _COMPARISONS:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from jax.extend.core import primitives
 
 from remat_opt.trace import compat
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.inline import Equation, Program
 
 
 def by_slices(program: Program, chosen: Callable[[Equation], bool] = lambda equation: True) -> Program:
@@ -24,8 +24,7 @@ def by_slices(program: Program, chosen: Callable[[Equation], bool] = lambda equa
     found = [equation.primitive in lowered and chosen(equation) for equation in program.equations]
     if not any(found):
         return program
-    read = {x for equation in program.equations for x in equation.inputs if isinstance(x, int)}
-    read.update(x for x in program.outputs if isinstance(x, int))
+    read = program.readers.keys() | program.returned
     pieces = (
         (piece for piece in _lowered(program, equation) if not read.isdisjoint(piece.outputs))
         if is_lowered
@@ -41,7 +40,7 @@ def _lowered(program: Program, equation: Equation) -> Iterator[Equation]:
         yield dataclasses.replace(equation, primitive=primitives.concatenate_p, params=params)
         return
     (whole,) = equation.inputs
-    shape = whole.aval.shape if isinstance(whole, Constant) else program.avals[whole].shape
+    shape = program.aval_of(whole).shape
     axis = equation.params["axis"]
     sizes = map(int, equation.params["sizes"]) if equation.primitive is compat.split_p else [1] * shape[axis]
     ends = itertools.accumulate(sizes, initial=0)

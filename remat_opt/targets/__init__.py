@@ -3,7 +3,7 @@
 `devices.py` lists the devices (a new one is an entry of its table), `compile.py` compiles for one, `remote.py`,
 `worker.py` and `export.py` do so in a child process for an absent device, `figures.py` is what a compiler says,
 `options.py` the compiler options that a rewritten step needs. `callbacks.py` replaces host callbacks in the copy that
-is compiled for an absent device; `communication.py` and `live_buffers.py` read compiled programs; `errors.py` has the
+is compiled for an absent device; `communication.py` reads the collectives of compiled programs; `errors.py` has the
 errors.
 """
 
@@ -16,15 +16,9 @@ from remat_opt.targets.devices import attached_target as attached_target
 from remat_opt.targets.devices import resolve_target as resolve_target
 from remat_opt.targets.errors import CompilationFailed as CompilationFailed
 from remat_opt.targets.errors import CompilationOutOfMemory as CompilationOutOfMemory
-from remat_opt.targets.errors import CompilationTimeout as CompilationTimeout
 from remat_opt.targets.errors import ProgramNotPortable as ProgramNotPortable
 from remat_opt.targets.errors import TargetUnavailable as TargetUnavailable
 from remat_opt.targets.figures import Figures as Figures
 from remat_opt.targets.figures import read_figures as read_figures
-from remat_opt.targets.figures import reports_gaps_twice as reports_gaps_twice
-from remat_opt.targets.live_buffers import LiveBuffer as LiveBuffer
-from remat_opt.targets.live_buffers import LivePeak as LivePeak
-from remat_opt.targets.live_buffers import live_buffer_rows as live_buffer_rows
-from remat_opt.targets.live_buffers import read_live_buffers as read_live_buffers
 from remat_opt.targets.remote import Worker as Worker
 from remat_opt.targets.remote import close_workers as close_workers

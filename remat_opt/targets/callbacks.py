@@ -14,6 +14,7 @@ from jax.extend import core as extend_core
 
 from remat_opt.trace import compat
 from remat_opt.trace.avals import abstract, is_key
+from remat_opt.trace.nested import with_jaxprs
 
 
 def without_callbacks(closed: Any) -> Any:
@@ -21,7 +22,9 @@ def without_callbacks(closed: Any) -> Any:
 
     The same object where there is none. Results are not those of the program: it is to be compiled, not to be run.
     """
-    return _Replacing().closed(closed)
+    jaxpr = compat.bare_jaxpr(closed)
+    found = _replaced(jaxpr, {})
+    return closed if found is jaxpr else extend_core.ClosedJaxpr(found, closed.consts)
 
 
 def stand_in(results: Sequence[Any], *operands: Any) -> list[Any]:
@@ -60,26 +63,15 @@ def _as_equation(fun: Any, inputs: Sequence[Any]) -> Any:
     return equation.replace(invars=list(inputs))
 
 
-class _Replacing:
-    """Jaxprs that occur several times stay one, so that they are lowered once."""
-
-    def __init__(self) -> None:
-        self._done: dict[int, tuple[Any, Any]] = {}  # by id, with the jaxpr, which keeps the id its own
-
-    def closed(self, closed: Any) -> Any:
-        jaxpr = self.jaxpr(compat.bare_jaxpr(closed))
-        return closed if jaxpr is compat.bare_jaxpr(closed) else extend_core.ClosedJaxpr(jaxpr, closed.consts)
-
-    def jaxpr(self, jaxpr: Any) -> Any:
-        if id(jaxpr) not in self._done:
-            self._done[id(jaxpr)] = jaxpr, self._replaced(jaxpr)
-        return self._done[id(jaxpr)][1]
-
-    def _replaced(self, jaxpr: Any) -> Any:
-        seen: list[Any] = []
-        equations = [self._equation(equation, seen) for equation in jaxpr.eqns]
-        if all(one is other for one, other in zip(equations, jaxpr.eqns, strict=True)):
-            return jaxpr
+def _replaced(jaxpr: Any, known: dict[int, tuple[Any, Any]]) -> Any:
+    """An open jaxpr without callbacks. `known` has by the id of a jaxpr what was made of it, so that one that occurs
+    several times is lowered once, and the jaxpr itself, which keeps the id its own."""
+    if id(jaxpr) in known:
+        return known[id(jaxpr)][1]
+    seen: list[Any] = []
+    equations = [_without_callback(equation, seen, known) for equation in jaxpr.eqns]
+    found = jaxpr
+    if any(one is not other for one, other in zip(equations, jaxpr.eqns, strict=True)):
         results = list(jaxpr.outvars)
         # What only a callback without results reads would not be computed. The smallest result waits for it.
         arrays = [at for at, atom in enumerate(results) if hasattr(atom.aval, "dtype") and not is_key(atom.aval)]
@@ -87,32 +79,26 @@ class _Replacing:
             at = min(arrays, key=lambda at: results[at].aval.size)
             equations.append(_as_equation(_reading, [results[at], *seen]))
             results[at] = equations[-1].outvars[0]
-        return jaxpr.replace(eqns=equations, outvars=results, effects=jaxpr.effects - _effects())
+        found = jaxpr.replace(eqns=equations, outvars=results, effects=jaxpr.effects - _effects())
+    known[id(jaxpr)] = jaxpr, found
+    return found
 
-    def _equation(self, equation: Any, seen: list[Any]) -> Any:
-        """The equation without callbacks; what stands for effects of this level is added to `seen`."""
-        if compat.is_kernel(equation.params):
-            return equation
-        inner = list(extend_core.jaxprs_in_params(equation.params))
-        if not inner and (equation.primitive is compat.pure_callback_p or equation.effects & _effects()):
-            results = [variable.aval for variable in equation.outvars]
-            called = _as_equation(functools.partial(stand_in, results), equation.invars)
-            if equation.effects:
-                seen.append(called.outvars[-1])
-            return called.replace(outvars=[*equation.outvars, called.outvars[-1]])
-        params = {name: self._parameter(value) for name, value in equation.params.items()}
-        if all(params[name] is value for name, value in equation.params.items()):
-            return equation
-        return equation.replace(params=params, effects=equation.effects - _effects())
 
-    def _parameter(self, value: Any) -> Any:
-        """A parameter of an equation: jaxprs are replaced, alone or in a tuple or list, the rest is the same object."""
-        if type(value) in (tuple, list):
-            parts = [self._parameter(part) for part in value]
-            return value if all(map(lambda one, other: one is other, parts, value)) else type(value)(parts)
-        if isinstance(value, extend_core.ClosedJaxpr):
-            return self.closed(value)
-        return self.jaxpr(value) if isinstance(value, extend_core.Jaxpr) else value
+def _without_callback(equation: Any, seen: list[Any], known: dict[int, tuple[Any, Any]]) -> Any:
+    """The equation without callbacks; what stands for effects of this level is added to `seen`."""
+    if compat.is_kernel(equation.params):
+        return equation
+    has_effect = bool(equation.effects & _effects())
+    if not compat.jaxprs_in(equation.params) and (equation.primitive is compat.pure_callback_p or has_effect):
+        results = [variable.aval for variable in equation.outvars]
+        called = _as_equation(functools.partial(stand_in, results), equation.invars)
+        if equation.effects:
+            seen.append(called.outvars[-1])
+        return called.replace(outvars=[*equation.outvars, called.outvars[-1]])
+    params = with_jaxprs(equation.params, lambda jaxpr: _replaced(jaxpr, known))
+    if params is equation.params:
+        return equation
+    return equation.replace(params=params, effects=equation.effects - _effects())
 
 
 @functools.cache

@@ -50,11 +50,6 @@ class Collectives:
         return cls(values["arrays"], paths, values.get("gathers", 0))
 
 
-def collectives_of(text: str | None) -> Collectives | None:
-    """The collectives of a compiled program; None for one that has no text."""
-    return None if text is None else read_collectives(text)
-
-
 def read_collectives(text: str) -> Collectives:
     """Count the collectives of a compiled program, given as XLA's text."""
     computations = dict(_computations(text.splitlines()))

@@ -26,10 +26,6 @@ class CompilationFailed(RuntimeError):
     """The target's compiler refused the program; the message holds the compiler's own words, shortened."""
 
 
-class CompilationTimeout(CompilationFailed, TimeoutError):
-    """The compiler took longer than the caller allowed."""
-
-
 class CompilationOutOfMemory(CompilationFailed):
     """The compiler refuses a program that does not fit the device (TPU compilers do, GPU compilers do not).
 
@@ -54,13 +50,7 @@ def shortened(message: str) -> str:
 
 
 def compiler_error(message: str, target: str, platform: str) -> RuntimeError:
-    """The exception for what the compiler of a target said.
-
-    Args:
-        message: the compiler's words.
-        target: the target's name.
-        platform: the target's platform.
-    """
+    """The exception for what the compiler of a target said."""
     if platform == "cuda" and _CUDA_TOOLS_MISSING.search(message):
         return TargetUnavailable(
             "expected NVIDIA's compiler tools (nvidia-cuda-nvcc-cu12, or nvidia-cuda-nvcc for cuda13), got "

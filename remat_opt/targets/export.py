@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.extend import core as extend_core
 
 from remat_opt.targets.callbacks import without_callbacks
 from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import ProgramNotPortable, TargetUnavailable
+from remat_opt.trace.avals import abstract
 
 _WITHOUT_CALLBACKS = (
     "measured with operations of the same operands and results in place of callbacks to the host and debug prints"
@@ -52,8 +52,8 @@ def export_flat(
 
     Args:
         fun: takes arrays by position, returns a list or tuple of arrays.
-        avals: a `jax.ShapeDtypeStruct` for each argument; typed random keys travel as their key data. Shardings, over
-            a mesh of as many devices as the target has, are kept; the mesh may be an `AbstractMesh`.
+        avals: a `jax.ShapeDtypeStruct` for each argument. Shardings, over a mesh of as many devices as the target has,
+            are kept; the mesh may be an `AbstractMesh`.
         target: what it is to be compiled for.
         donated: positions of the arguments whose memory may be reused.
         keep_unused: as of `jax.jit`.
@@ -70,11 +70,11 @@ def export_flat(
             'write: pip install "remat_opt[cuda-aot]" or pip install "remat_opt[tpu-aot]"'
         )
     mesh = _mesh_of([getattr(aval, "sharding", None) for aval in avals], target)
-    program, arguments = _with_key_data(fun, avals, divided=mesh is not None)
+    arguments = [abstract(aval) if mesh is not None else _of_one_device(aval) for aval in avals]
     divided: dict[str, Any] = (
         {"out_shardings": list(out_shardings)} if mesh is not None and out_shardings is not None else {}
     )
-    jitted = jax.jit(program, keep_unused=keep_unused, **divided)
+    jitted = jax.jit(lambda *values: list(fun(*values)), keep_unused=keep_unused, **divided)
     closed = jitted.trace(*arguments).jaxpr
     note = ""
     portable = without_callbacks(closed)
@@ -112,41 +112,5 @@ def _mesh_of(shardings: Sequence[Any], target: Target) -> Any | None:
     return None
 
 
-def _with_key_data(
-    fun: Callable[..., Sequence[Any]], avals: Sequence[Any], *, divided: bool = False
-) -> tuple[Callable[..., list[Any]], list]:
-    """The same function with typed random keys, inputs and outputs, as arrays of their bits; and its arguments."""
-    arguments: list[jax.ShapeDtypeStruct] = []
-    unwrap: list[str | Any | None] = []
-    for aval in avals:
-        implementation = None
-        sharding = getattr(aval, "sharding", None) if divided else None
-        if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-            implementation, aval = _key_implementation(aval)
-        unwrap.append(implementation)
-        weak_type = getattr(aval, "weak_type", False)
-        arguments.append(jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=weak_type, sharding=sharding))
-
-    def program(*values):
-        values = [
-            value if implementation is None else jax.random.wrap_key_data(value, impl=implementation)
-            for value, implementation in zip(values, unwrap, strict=True)
-        ]
-        return [
-            jax.random.key_data(value) if jnp.issubdtype(value.dtype, jax.dtypes.prng_key) else value
-            for value in fun(*values)
-        ]
-
-    return program, arguments
-
-
-def _key_implementation(aval: Any) -> tuple[Any, jax.ShapeDtypeStruct]:
-    """Which random number generator a typed key is for, and the shape of its bits."""
-    found = []
-
-    def read(keys):
-        found.append(jax.random.key_impl(keys))
-        return jax.random.key_data(keys)
-
-    bits = jax.eval_shape(read, jax.ShapeDtypeStruct(aval.shape, aval.dtype))
-    return found[0], bits
+def _of_one_device(aval: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=getattr(aval, "weak_type", False))

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import functools
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from importlib import metadata
 from typing import Any
 
-import jax
-
-from remat_opt.targets.communication import Collectives, collectives_of
+from remat_opt.targets.communication import Collectives, read_collectives
 from remat_opt.targets.devices import Target
-from remat_opt.targets.worker import compiled_numbers, compiler_version, recomputed_by_xla, text_of_several_devices
+from remat_opt.targets.worker import compiled_figures
 
 
 @dataclass(frozen=True)
@@ -21,8 +16,8 @@ class Figures:
     """The compiler's figures of one program for one target. All sizes are bytes of one device.
 
     Attributes:
-        temp_bytes: buffers that live only inside the program, packed as the compiler packs them (and gaps between them
-            once more: `reports_gaps_twice`).
+        temp_bytes: buffers that live only inside the program, packed as the compiler packs them (libtpu before 0.0.51
+            counts what lies idle between them at the peak twice).
         argument_bytes: the arguments, in the target's layouts.
         output_bytes: the outputs, in the target's layouts.
         alias_bytes: arguments whose memory is reused for outputs, because they are donated.
@@ -86,42 +81,20 @@ class Figures:
         return cls(**{**values, "collectives": sent and Collectives.from_json(sent)})
 
 
-def limit_of_xla(target: Target, numbers: Mapping[str, Any]) -> int | None:
-    """Temporary memory above which XLA recomputes on its own, of a program with these sizes (see `Figures`)."""
-    sizes = numbers["argument_bytes"], numbers["output_bytes"], numbers["alias_bytes"]
-    return target.xla_limit(sizes[0] + sizes[1] - sizes[2])
+def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0) -> Figures:
+    """The figures of a function that was compiled for the attached device."""
+    return figures_of(compiled_figures(compiled, target.platform, compile_seconds), target)
 
 
-@functools.cache
-def reports_gaps_twice(platform: str) -> bool:
-    """Whether the installed compiler adds to the temporary memory that it allocates what lies idle there at its peak.
-
-    libtpu does before 0.0.51: of VGG-11 (batch 64, v5e) it allocates 6958 MB, of which 5399 are live, and reports 8518.
-    """
-    version = re.fullmatch(r"libtpu (\d+)\.(\d+)\.(\d+).*", compiler_version(platform))
-    return bool(version) and tuple(map(int, version.groups())) < (0, 0, 51)
-
-
-def read_figures(compiled: Any, *, target: Target, compile_seconds: float = 0.0, note: str = "") -> Figures:
-    """The figures of a function that was compiled for the attached device.
-
-    Args:
-        compiled: what `jax.jit(...).lower(...).compile()` returns.
-        target: the target of the attached device.
-        compile_seconds: wall time that the compiler took.
-        note: see `Figures`.
-    """
-    numbers = compiled_numbers(compiled)
+def figures_of(found: dict[str, Any], target: Target, *, autotuned: bool = True, note: str = "") -> Figures:
+    """The figures that `compiled_figures` found, here or in a child process."""
+    text = found.pop("text")
+    in_and_out = found["argument_bytes"] + found["output_bytes"] - found["alias_bytes"]
     return Figures(
-        **numbers,
-        compile_seconds=compile_seconds,
+        **found,
         target=target.name,
-        jax_version=jax.__version__,
-        jaxlib_version=metadata.version("jaxlib"),
-        autotuned=True,
-        compiler=compiler_version(target.platform),
+        autotuned=autotuned,
         note=note,
-        collectives=collectives_of(text_of_several_devices(compiled)),
-        recomputed_by_xla=0 if target.platform == "cpu" else recomputed_by_xla(compiled),
-        xla_limit_bytes=limit_of_xla(target, numbers),
+        collectives=None if text is None else read_collectives(text),
+        xla_limit_bytes=target.xla_limit(in_and_out),
     )

@@ -7,29 +7,25 @@ import contextlib
 import importlib.util
 import json
 import os
-import queue
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from remat_opt.targets.communication import collectives_of
 from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import (
     MESSAGE_CHARACTERS,
     CompilationFailed,
-    CompilationTimeout,
     TargetUnavailable,
     compiler_error,
     shortened,
 )
 from remat_opt.targets.export import PortableProgram
-from remat_opt.targets.figures import Figures, limit_of_xla
+from remat_opt.targets.figures import Figures, figures_of
 
 _WORKER_FILE = Path(__file__).with_name("worker.py")
 
@@ -42,6 +38,7 @@ _NEEDED_MODULES = {
     ),
     "tpu": ("tpu-aot", ("libtpu",), "the TPU compiler (libtpu)"),
 }
+_ABSENT_GPU = "compiled without the device: no autotuning, and none of its scratch memory"
 
 
 class Worker:
@@ -76,9 +73,6 @@ class Worker:
         assert self._process.stdout is not None, "opened as a pipe"
         self._requests = self._process.stdin
         self._answers = self._process.stdout
-        self._replies: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        self._reader = threading.Thread(target=self._read_replies, daemon=True)
-        self._reader.start()
 
     def __enter__(self) -> Worker:
         return self
@@ -99,10 +93,10 @@ class Worker:
             else:
                 self._process.kill()
         self._process.wait()
-        self._reader.join()
         # Closing flushes; what was still on its way to the process has nowhere to go.
         with contextlib.suppress(BrokenPipeError):
             self._requests.close()
+        self._answers.close()
         self._errors.close()
 
     def compile(
@@ -111,7 +105,6 @@ class Worker:
         target: Target,
         *,
         compiler_options: Mapping[str, Any] | None = None,
-        time_limit: float | None = None,
     ) -> Figures:
         """Compile a program and read the compiler's figures.
 
@@ -119,10 +112,8 @@ class Worker:
             program: the exported function.
             target: a target of this worker's platform.
             compiler_options: as of `jax.jit`.
-            time_limit: seconds to wait for the answer, the start of the process included; None waits for ever.
 
         Raises:
-            CompilationTimeout: there was no answer in time; the process is ended.
             CompilationOutOfMemory: the compiler refuses a program that does not fit the device.
             CompilationFailed: any other refusal, or the process died.
             TargetUnavailable: the compiler does not start.
@@ -143,46 +134,29 @@ class Worker:
         }
         with self._lock:
             try:
-                reply = self._ask(request, program.serialised, target, time_limit)
+                reply = self._ask(request, program.serialised, target)
             except BaseException:
                 # An answer that nobody reads would be taken for that to the next program.
                 self.close()
                 raise
         if "figures" not in reply:
             raise _error(reply, target)
-        sent = collectives_of(reply.get("text"))
-        judgement = _judgement(target, program.note)
-        limit = limit_of_xla(target, reply["figures"])
-        return Figures(**reply["figures"], target=target.name, collectives=sent, xla_limit_bytes=limit, **judgement)
+        if target.platform != "cuda":
+            return figures_of(reply["figures"], target, note=program.note)
+        note = "; ".join(filter(None, (_ABSENT_GPU, program.note)))
+        return figures_of(reply["figures"], target, autotuned=False, note=note)
 
-    def _ask(
-        self, request: dict[str, Any], serialised: bytearray, target: Target, time_limit: float | None
-    ) -> dict[str, Any]:
+    def _ask(self, request: dict[str, Any], serialised: bytearray, target: Target) -> dict[str, Any]:
         """Send one program and wait for the answer."""
-        deadline = None if time_limit is None else time.monotonic() + time_limit
         try:
             self._requests.write(json.dumps(request).encode() + b"\n")
             self._requests.write(serialised)
             self._requests.flush()
         except (BrokenPipeError, ValueError) as error:
             raise self._died(target) from error
-        try:
-            line = self._replies.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic()))
-        except queue.Empty:
-            raise CompilationTimeout(
-                f"expected the compiler for {target.name} to finish within {time_limit:g} s, it did not; pass a larger "
-                "time_limit or a smaller program"
-            ) from None
-        if not line:
-            raise self._died(target)
-        return json.loads(line)
-
-    def _read_replies(self) -> None:
-        """Runs in a thread of its own: one item for each answer, an empty one when the process is gone."""
-        with self._answers as replies:
-            for line in replies:
-                self._replies.put(line)
-        self._replies.put(b"")
+        if line := self._answers.readline():
+            return json.loads(line)
+        raise self._died(target)
 
     def _died(self, target: Target) -> CompilationFailed:
         """The process is gone: what it last said is the best explanation."""
@@ -194,14 +168,6 @@ class Worker:
             f"expected the compiler for {target.name} to answer, its process ended with code {code}; it last wrote: "
             f"{last_words[-MESSAGE_CHARACTERS:].strip() or 'nothing'}"
         )
-
-
-def _judgement(target: Target, note: str) -> dict[str, Any]:
-    """What has to be said of figures that were made without the device."""
-    if target.platform != "cuda":
-        return {"autotuned": True, "note": note}
-    absent = "compiled without the device: no autotuning, and none of its scratch memory"
-    return {"autotuned": False, "note": f"{absent}; {note}" if note else absent}
 
 
 def _error(reply: Mapping[str, str], target: Target) -> Exception:

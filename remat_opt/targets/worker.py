@@ -9,6 +9,7 @@ output; everything else that is printed goes to its standard error.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -29,11 +30,14 @@ _DISTRIBUTIONS = {
 }
 
 
-def compiled_numbers(compiled: Any) -> dict[str, Any]:
-    """What a compiled JAX function says of itself: sizes in bytes, the compiler's count of FLOPs or None.
+def compiled_figures(compiled: Any, platform: str, compile_seconds: float) -> dict[str, Any]:
+    """What a compiled JAX function says of itself: the fields of `Figures` that the device alone decides, and XLA's
+    text where the program is divided among devices.
 
     XLA's `peak_memory_in_bytes` is left out: it is not reliable on every backend.
     """
+    import jax
+
     memory = compiled.memory_analysis()
     if memory is None:
         raise ValueError(
@@ -44,6 +48,8 @@ def compiled_numbers(compiled: Any) -> dict[str, Any]:
     if isinstance(costs, (list, tuple)):
         costs = costs[0] if costs else None
     flops = (costs or {}).get("flops")
+    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
+    text = compiled.as_text() if platform != "cpu" or any(one.num_devices > 1 for one in shardings) else None
     return {
         "temp_bytes": int(memory.temp_size_in_bytes),
         "argument_bytes": int(memory.argument_size_in_bytes),
@@ -52,20 +58,13 @@ def compiled_numbers(compiled: Any) -> dict[str, Any]:
         "generated_code_bytes": int(memory.generated_code_size_in_bytes),
         # XLA answers -1 where it did not count.
         "flops": float(flops) if flops is not None and flops >= 0 else None,
+        "compile_seconds": compile_seconds,
+        "jax_version": jax.__version__,
+        "jaxlib_version": metadata.version("jaxlib"),
+        "compiler": compiler_version(platform),
+        "recomputed_by_xla": 0 if platform == "cpu" else len(_RECOMPUTED.findall(text or "")),
+        "text": text if any(one.num_devices > 1 for one in shardings) else None,
     }
-
-
-def text_of_several_devices(compiled: Any) -> str | None:
-    """XLA's text of a compiled program that is divided among devices; None for any other."""
-    import jax
-
-    shardings = jax.tree.leaves((compiled.input_shardings, compiled.output_shardings))
-    return compiled.as_text() if any(one.num_devices > 1 for one in shardings) else None
-
-
-def recomputed_by_xla(compiled: Any) -> int:
-    """How many instructions of a compiled program XLA recomputes on its own, to save memory."""
-    return len(_RECOMPUTED.findall(compiled.as_text() or ""))
 
 
 def compiler_version(platform: str) -> str:
@@ -78,26 +77,17 @@ def compiler_version(platform: str) -> str:
     return ""
 
 
-class _TargetDevices:
-    """The devices of each target, made when first asked for."""
+@functools.cache
+def _devices(platform: str, config: str) -> Any:
+    """The devices of the attached CPU, or of a topology without a device."""
+    import jax
+    from jax.experimental import topologies
 
-    def __init__(self) -> None:
-        self._devices: dict[tuple[str, str], Any] = {}
-
-    def get(self, platform: str, config: str) -> Any:
-        """The devices of the attached CPU, or of a topology without a device."""
-        import jax
-        from jax.experimental import topologies
-
-        if (platform, config) not in self._devices:
-            if platform == "cpu":
-                devices = jax.devices("cpu")
-            elif platform == "cuda":
-                devices = topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
-            else:
-                devices = topologies.get_topology_desc(platform=platform, topology_name=config).devices
-            self._devices[platform, config] = devices
-        return self._devices[platform, config]
+    if platform == "cpu":
+        return jax.devices("cpu")
+    if platform == "cuda":
+        return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
+    return topologies.get_topology_desc(platform=platform, topology_name=config).devices
 
 
 def _shardings(exported: Any, axes: list[list[Any]], devices: Any) -> tuple[list[Any], Any]:
@@ -117,11 +107,9 @@ def _shardings(exported: Any, axes: list[list[Any]], devices: Any) -> tuple[list
     return given, list(exported.out_shardings_jax(mesh))
 
 
-def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> tuple[dict[str, Any], str | None]:
-    """Compile one exported program for the devices, and read the compiler's figures, of several devices also its
-    text."""
+def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> dict[str, Any]:
+    """Compile one exported program for the devices, and read the compiler's figures."""
     import jax
-    import jax.numpy as jnp
 
     exported = jax.export.deserialize(serialised)
     given, out_shardings = _shardings(exported, request["mesh"], devices)
@@ -132,34 +120,27 @@ def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> tu
     donated = tuple(position for position, i in enumerate(kept) if i in request["donated"])
 
     def program(*values):
-        given = dict(zip(kept, values, strict=True))
         # The module does not read the arguments that it does not keep.
-        return exported.call(
-            *(given[i] if i in given else jnp.zeros(aval.shape, aval.dtype) for i, aval in enumerate(exported.in_avals))
-        )
+        given = dict(zip(kept, values, strict=True))
+        for i, aval in enumerate(exported.in_avals):
+            if i not in given:
+                given[i] = jax.lax.full(aval.shape, 0, aval.dtype)
+        return exported.call(*(given[i] for i in range(len(exported.in_avals))))
 
     jitted = jax.jit(program, donate_argnums=donated, keep_unused=True, out_shardings=out_shardings)
     lowered = jitted.lower(*arguments)
     start = time.perf_counter()
     compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
-    seconds = time.perf_counter() - start
-    figures = {**compiled_numbers(compiled), "compile_seconds": seconds}
-    if request["platform"] != "cpu":
-        figures["recomputed_by_xla"] = recomputed_by_xla(compiled)
-    return figures, text_of_several_devices(compiled)
+    return compiled_figures(compiled, request["platform"], time.perf_counter() - start)
 
 
-def _answer(request: dict[str, Any], serialised: bytearray, devices: _TargetDevices) -> dict[str, Any]:
+def _answer(request: dict[str, Any], serialised: bytearray) -> dict[str, Any]:
     """The reply to one request: the figures, or the stage that failed and its error."""
     stage = "start"
     try:
-        import jax
-
-        of_target = devices.get(request["platform"], request["config"])
+        devices = _devices(request["platform"], request["config"])
         stage = "compile"
-        figures, text = _compile(request, serialised, of_target)
-        versions = {"jax_version": jax.__version__, "jaxlib_version": metadata.version("jaxlib")}
-        return {"figures": {**figures, **versions, "compiler": compiler_version(request["platform"])}, "text": text}
+        return {"figures": _compile(request, serialised, devices)}
     # Whatever went wrong is the answer: the parent raises it again, and the worker lives on for the next program.
     except Exception as error:
         return {"stage": stage, "error": type(error).__name__, "message": str(error)}
@@ -176,7 +157,6 @@ def main() -> None:
     # Early, while the parent traces its program; if it fails the answer to the first request will say so.
     with contextlib.suppress(ImportError):
         import jax  # noqa: F401
-    devices = _TargetDevices()
     requests = sys.stdin.buffer
     while line := requests.readline():
         request = json.loads(line)
@@ -184,7 +164,7 @@ def main() -> None:
         if len(serialised) < request["program_bytes"]:
             return
         try:
-            print(json.dumps(_answer(request, serialised, devices)), file=replies, flush=True)
+            print(json.dumps(_answer(request, serialised)), file=replies, flush=True)
         except BrokenPipeError:
             return
 

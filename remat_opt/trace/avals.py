@@ -31,12 +31,7 @@ def is_key(aval: Any) -> bool:
 
 
 def abstract(aval: Any, sharding: Any = None) -> Any:
-    """An abstract value as an argument to trace with, its sharding and the mesh axes it varies over kept.
-
-    Args:
-        aval: the value's type.
-        sharding: another one than its own.
-    """
+    """An abstract value as an argument to trace with: its own sharding or another one, the mesh axes it varies over."""
     kept = {"weak_type": aval.weak_type} if getattr(aval, "weak_type", False) else {}
     own = getattr(aval, "sharding", None)
     sharding = own if sharding is None and own is not None and not own.mesh.empty else sharding

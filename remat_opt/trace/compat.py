@@ -33,8 +33,6 @@ from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
 Literal = extend_core.Literal
-Var = extend_core.Var
-DropVar = extend_core.DropVar
 Jaxpr = extend_core.Jaxpr
 ClosedJaxpr = extend_core.ClosedJaxpr
 _JAXPRS = (Jaxpr, ClosedJaxpr)
@@ -153,13 +151,7 @@ def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
 
 @contextlib.contextmanager
 def equation_context(source_info: Any, context: Any, scope: str | None = None) -> Iterator[None]:
-    """The source line, the name stack and the configuration that an equation was traced under.
-
-    Args:
-        source_info: of the equation.
-        context: of the equation.
-        scope: one more name, in front of the equation's own.
-    """
+    """The source line, name stack (with a scope in front) and configuration that an equation was traced under."""
     outer = source_info_util.current_name_stack()
     name_stack = (outer if scope is None else outer.extend(scope)) + source_info.name_stack
     with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager:
@@ -213,6 +205,14 @@ def jaxprs_in(params: dict[str, Any]) -> list[Any]:
         elif isinstance(value, tuple):
             found += [one for one in value if isinstance(one, _JAXPRS)]
     return found
+
+
+def equations_in(params: dict[str, Any]) -> Iterator[Any]:
+    """All equations inside an equation with these parameters, those inside of them included."""
+    for jaxpr in jaxprs_in(params):
+        for equation in bare_jaxpr(jaxpr).eqns:
+            yield equation
+            yield from equations_in(equation.params)
 
 
 def is_kernel(params: dict[str, Any]) -> bool:
@@ -314,8 +314,8 @@ def remat3_pins_cotangents() -> bool:
     def backward(x, cotangent):
         return jax.vjp(recomputing, x)[1](cotangent)
 
-    jaxpr = jax.make_jaxpr(backward)(1.0, 1.0).jaxpr
-    return any(len(found.invars) > 1 for found in _barriers(jaxpr))
+    found = equations_in({"jaxpr": jax.make_jaxpr(backward)(1.0, 1.0)})
+    return any(one.primitive is barrier_p and len(one.invars) > 1 for one in found)
 
 
 @functools.cache
@@ -330,14 +330,6 @@ def _remat3_names_can_be_batched() -> bool:
 def can_name() -> bool:
     """Whether a `checkpoint_name` may be put on a tensor: in jax 0.10 those of `jax_remat3` know no `vmap`."""
     return not uses_remat3() or _remat3_names_can_be_batched()
-
-
-def _barriers(jaxpr: Any) -> Iterator[Any]:
-    for equation in bare_jaxpr(jaxpr).eqns:
-        if equation.primitive is barrier_p:
-            yield equation
-        for inner in jaxprs_in(equation.params):
-            yield from _barriers(inner)
 
 
 def describe_jit(fun: Any) -> JitDescription:

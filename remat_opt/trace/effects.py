@@ -19,8 +19,4 @@ def communicates(primitive: Any, params: dict[str, Any]) -> bool:
 
 
 def _is_or_holds(wanted: Set[Any], primitive: Any, params: dict[str, Any]) -> bool:
-    return primitive in wanted or any(
-        _is_or_holds(wanted, equation.primitive, equation.params)
-        for jaxpr in compat.jaxprs_in(params)
-        for equation in compat.bare_jaxpr(jaxpr).eqns
-    )
+    return primitive in wanted or any(equation.primitive in wanted for equation in compat.equations_in(params))

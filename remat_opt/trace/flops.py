@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -56,14 +57,12 @@ def count_flops(closed: Any, *, merges_checkpoints: bool = False) -> FlopCount:
 
 def loops_in(program: Program) -> tuple[bool, bool]:
     """Whether a program has loops or kernels, and whether it has loops of unknown length, anywhere inside."""
-    found: list[bool] = []
-    stack: list[Any] = list(program.equations)
-    while stack:
-        equation = stack.pop()
-        if equation.primitive in (P.scan_p, P.while_p) or compat.is_kernel(equation.params):
-            found.append(equation.primitive is P.while_p)
-        for jaxpr in compat.jaxprs_in(equation.params):
-            stack += compat.bare_jaxpr(jaxpr).eqns
+    inside = itertools.chain.from_iterable(compat.equations_in(one.params) for one in program.equations)
+    found = [
+        equation.primitive is P.while_p
+        for equation in (*program.equations, *inside)
+        if equation.primitive in (P.scan_p, P.while_p) or compat.is_kernel(equation.params)
+    ]
     return bool(found), any(found)
 
 
@@ -131,10 +130,6 @@ def _valid_positions(image: int, kernel: int, result: int, stride: int, low: int
     return int(inside.sum())
 
 
-def _scan_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
-    return params["length"] * jaxpr_flops(params["jaxpr"])
-
-
 def _pool_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
     return float(math.prod(params["window_dimensions"]) * math.prod(results[0].shape))
 
@@ -154,15 +149,11 @@ def _part_flops(part: Part) -> Callable[[dict[str, Any], list[Any], list[Any]], 
     return flops
 
 
-def _cond_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
-    return max(jaxpr_flops(branch) for branch in params["branches"])
-
-
 _FLOP_RULES: dict[Any, Callable[[dict[str, Any], list[Any], list[Any]], float]] = {
     P.dot_general_p: _dot_flops,
     P.conv_general_dilated_p: _conv_flops,
-    P.scan_p: _scan_flops,
-    P.cond_p: _cond_flops,
+    P.scan_p: lambda params, *_: params["length"] * jaxpr_flops(params["jaxpr"]),
+    P.cond_p: lambda params, *_: max(map(jaxpr_flops, params["branches"])),
     **dict.fromkeys(POOLS, _pool_flops),
     P.select_and_scatter_add_p: _scatter_flops,
     PLACES: _part_flops(PLACES),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
 
 from jax.extend.core import primitives as P
 
@@ -16,6 +15,10 @@ from remat_opt.trace.primitives import ELEMENTWISE, named
 POOLS = named("reduce_window_max reduce_window_min reduce_window_sum")
 _WINDOWED = POOLS | {P.select_and_scatter_add_p}
 _OF_IMAGES = _WINDOWED | {P.conv_general_dilated_p}
+# What cuts arrays or puts them together, and leaves their dimensions, four at least, as they are. (Of images with one
+# dimension in space, as sounds have, XLA has that in the lanes of what is cut.)
+_CUTTING = frozenset({P.slice_p, P.pad_p, P.concatenate_p, P.rev_p, compat.split_p})
+Edges = dict[int, list[int]]
 
 
 def images_of(program: Program) -> frozenset[int]:
@@ -24,34 +27,35 @@ def images_of(program: Program) -> frozenset[int]:
     Filters and their gradients are none."""
     images: set[int] = set()
     filters: set[int] = set()
+    alike: Edges = collections.defaultdict(list)  # values that are stored as each other
+    made: Edges = collections.defaultdict(list)  # of an image an image; what others are cut of lies as suits those
     for equation in program.equations:
-        if equation.primitive not in _OF_IMAGES:
-            continue
-        made_of = {x for x in (*equation.inputs, *equation.outputs) if isinstance(x, int)}
-        if equation.primitive is P.conv_general_dilated_p:
-            filters |= made_of & {_filter_of(equation, program)}
-        images |= {x for x in made_of if len(program.avals[x].shape) > 2}
-    alike = _alike(program)
-    made = {value: list(others) for value, others in alike.items()}
-    for x, result in _cut_of_arrays(program):  # of an image an image; what others are cut of lies as suits those
-        made.setdefault(x, []).append(result)
-    return _reached(images - _reached(filters, alike), made)
+        primitive = equation.primitive
+        if primitive in _OF_IMAGES:
+            values = {*equation.reads, *equation.outputs}
+            if primitive is P.conv_general_dilated_p:
+                filters |= values & {_filter_of(equation, program)}
+            images |= {x for x in values if len(program.avals[x].shape) > 2}
+        elif primitive is compat.barrier_p or primitive in ELEMENTWISE or primitive in _CUTTING:
+            pair_up = zip if primitive is compat.barrier_p else itertools.product
+            for x, result in pair_up(equation.inputs, equation.outputs):
+                if not isinstance(x, int):
+                    continue
+                one, other = program.avals[x], program.avals[result]
+                if primitive is compat.barrier_p or (primitive in ELEMENTWISE and one.shape == other.shape):
+                    alike[x].append(result)
+                    alike[result].append(x)
+                elif primitive in _CUTTING and one.ndim == other.ndim >= 4:
+                    made[x].append(result)
+    return _reached(images - _reached(filters, alike), alike, made)
 
 
-def _alike(program: Program) -> Mapping[int, Sequence[int]]:
-    """For each value those that are stored as it is."""
-    found = collections.defaultdict(list)
-    for one, other in itertools.chain(_held_alike(program), _done_alike(program)):
-        found[one].append(other)
-        found[other].append(one)
-    return found
-
-
-def _reached(found: set[int], alike: Mapping[int, Sequence[int]]) -> frozenset[int]:
-    """Values, and all that are stored as they are."""
+def _reached(found: set[int], *edges: Edges) -> frozenset[int]:
+    """Values, and all that edges lead to from them."""
     found, reached = set(found), list(found)
     while reached:
-        new = {value for value in alike.get(reached.pop(), ()) if value not in found}
+        value = reached.pop()
+        new = {other for of in edges for other in of.get(value, ()) if other not in found}
         found |= new
         reached += new
     return frozenset(found)
@@ -62,39 +66,9 @@ def _filter_of(equation: Equation, program: Program) -> int | Constant:
     operand and its result."""
     numbers = equation.params["dimension_numbers"]
     second, result = equation.inputs[1], equation.outputs[0]
-    shapes = [x.aval.shape if isinstance(x, Constant) else program.avals[x].shape for x in (second, result)]
+    shapes = [program.aval_of(x).shape for x in (second, result)]
     window, image = (
         math.prod(shape[at] for at in spec[2:])
         for shape, spec in zip(shapes, (numbers.rhs_spec, numbers.out_spec), strict=True)
     )
     return second if window <= image else result
-
-
-def _held_alike(program: Program) -> Iterator[tuple[int, int]]:
-    """Operands and results of barriers."""
-    for equation in program.equations:
-        if equation.primitive is compat.barrier_p:
-            pairs = zip(equation.inputs, equation.outputs, strict=True)
-            yield from ((x, result) for x, result in pairs if isinstance(x, int))
-
-
-def _done_alike(program: Program) -> Iterator[tuple[int, int]]:
-    """Operands and results, of one shape, of elementwise work."""
-    for equation in program.equations:
-        if equation.primitive not in ELEMENTWISE:
-            continue
-        for x, result in itertools.product(equation.inputs, equation.outputs):
-            if isinstance(x, int) and program.avals[x].shape == program.avals[result].shape:
-                yield x, result
-
-
-def _cut_of_arrays(program: Program) -> Iterator[tuple[int, int]]:
-    """Operands and results, of four dimensions at least, of what cuts arrays or puts them together and leaves their
-    dimensions as they are. (Of images with one dimension in space, as sounds have, XLA has that in the lanes of what is
-    cut.)"""
-    for equation in program.equations:
-        if equation.primitive not in (P.slice_p, P.pad_p, P.concatenate_p, P.rev_p, compat.split_p):
-            continue
-        for x, result in itertools.product(equation.inputs, equation.outputs):
-            if isinstance(x, int) and program.avals[x].ndim == program.avals[result].ndim >= 4:
-                yield x, result

@@ -8,7 +8,8 @@ free. Control flow (`scan`, `while`, `cond`, `shard_map`) stays one equation.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax.extend.core import primitives
 
 from remat_opt.trace import compat
 from remat_opt.trace.effects import communicates, is_stateful
+from remat_opt.trace.primitives import ELEMENTWISE
 from remat_opt.trace.scopes import recomputed_scope
 from remat_opt.trace.unrolled import unstacked
 
@@ -40,6 +42,24 @@ class Equation:
     effects: frozenset
     source_info: Any
     context: Any
+
+    @property
+    def reads(self) -> list[int]:
+        """The operands that are no literals, each once."""
+        return values_among(self.inputs)
+
+
+def values_among(atoms: Iterable[int | Constant]) -> list[int]:
+    """The operands that are no literals, each once."""
+    return list(dict.fromkeys(x for x in atoms if isinstance(x, int)))
+
+
+@dataclasses.dataclass(frozen=True)
+class BackwardSlice:
+    """The equations of a program that make some values, by index and in program order, and what they start from."""
+
+    equations: tuple[int, ...]
+    reads: frozenset[int]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -70,6 +90,51 @@ class Program:
     def aval_of(self, x: int | Constant) -> Any:
         """The type of what an equation reads."""
         return x.aval if isinstance(x, Constant) else self.avals[x]
+
+    @functools.cached_property
+    def returned(self) -> frozenset[int]:
+        """The values among the outputs."""
+        return frozenset(values_among(self.outputs))
+
+    @functools.cached_property
+    def producer(self) -> dict[int, int]:
+        """For each value that an equation makes the index of the equation."""
+        return {value: index for index, equation in enumerate(self.equations) for value in equation.outputs}
+
+    @functools.cached_property
+    def readers(self) -> dict[int, list[int]]:
+        """For each value that equations read their indices."""
+        found: dict[int, list[int]] = {}
+        for index, equation in enumerate(self.equations):
+            for value in equation.reads:
+                found.setdefault(value, []).append(index)
+        return found
+
+    @functools.cached_property
+    def constant(self) -> dict[int, int]:
+        """For each value that depends on no input (a mask, zeros) the index of the equation that makes it."""
+        known: dict[int, int] = {}
+        for index, equation in enumerate(self.equations):
+            if equation.primitive in ELEMENTWISE and known.keys() >= {*equation.reads}:
+                known.update(dict.fromkeys(equation.outputs, index))
+        return known
+
+    def slice_back(self, wanted: Iterable[int | Constant], available: Collection[int] = ()) -> BackwardSlice:
+        """The equations that make `wanted`; they read inputs of the program and `available` values."""
+        equations: set[int] = set()
+        reads: set[int] = set()
+        stack = values_among(wanted)
+        while stack:
+            value = stack.pop()
+            index = self.producer.get(value)
+            if value in available or index is None:
+                reads.add(value)
+            elif index not in equations:
+                equations.add(index)
+                stack += self.equations[index].reads
+        return BackwardSlice(
+            tuple(sorted(equations)), frozenset(reads.difference(value for value, _ in self.constants))
+        )
 
     @property
     def has_references(self) -> bool:
@@ -185,7 +250,7 @@ class _Inliner:
             tuple(self.avals),
             tuple(inputs),
             constants,
-            self.alive(outputs),
+            alive(self.equations, outputs),
             outputs,
             self.entered_checkpoints,
             named=tuple(self.named),
@@ -261,14 +326,16 @@ class _Inliner:
             self.numbering[key] = outputs
         return outputs
 
-    def alive(self, outputs: Sequence[int | Constant]) -> tuple[Equation, ...]:
-        needed = {atom for atom in outputs if not isinstance(atom, Constant)}
-        kept = []
-        for equation in reversed(self.equations):
-            if equation.effects or not needed.isdisjoint(equation.outputs):
-                kept.append(equation)
-                needed.update(atom for atom in equation.inputs if not isinstance(atom, Constant))
-        return tuple(reversed(kept))
+
+def alive(equations: Sequence[Equation], outputs: Sequence[int | Constant]) -> tuple[Equation, ...]:
+    """The equations, in program order, that have effects or make what is needed."""
+    needed = {*values_among(outputs)}
+    kept = []
+    for equation in reversed(equations):
+        if equation.effects or not needed.isdisjoint(equation.outputs):
+            kept.append(equation)
+            needed.update(equation.reads)
+    return tuple(reversed(kept))
 
 
 def _does_nothing(equation: Any) -> bool:

@@ -85,7 +85,7 @@ class _Value:
 
 
 def read_live_buffers(dump: Path, *, temporaries_only: bool = True) -> LivePeak:
-    """Read the dump of one program: `measure_flat(…, dump_to=dump)` or XLA's flag `--xla_dump_to`.
+    """Read the dump of one program: by `Worker(target, dump_to=dump)` or XLA's flag `--xla_dump_to`.
 
     Args:
         dump: the folder; of several modules in it the one with the most temporary memory is taken.
@@ -98,7 +98,7 @@ def read_live_buffers(dump: Path, *, temporaries_only: bool = True) -> LivePeak:
     if not files:
         raise FileNotFoundError(
             f"expected XLA's text dump (*{_ASSIGNMENT_SUFFIX}) in {dump}, found none; write "
-            "measure_flat(…, dump_to=folder), or set XLA_FLAGS='--xla_dump_to=folder --xla_dump_hlo_as_text'"
+            "Worker(target, dump_to=folder), or set XLA_FLAGS='--xla_dump_to=folder --xla_dump_hlo_as_text'"
         )
     modules = [(*_read_assignment(file), file) for file in files]
     allocated, values, file = max(modules, key=lambda module: module[0])
