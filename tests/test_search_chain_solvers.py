@@ -275,9 +275,9 @@ def test_rotor_solves_a_programme_once_for_many_budgets_and_reads_few_of_its_pla
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     solved, read = [], []
-    solve, sequence = rotor._Programme.__init__, rotor._Programme.sequence
-    monkeypatch.setattr(rotor._Programme, "__init__", lambda self, *args: (solved.append(args), solve(self, *args))[1])
-    monkeypatch.setattr(rotor._Programme, "sequence", lambda self, memory: (read.append(0), sequence(self, memory))[1])
+    solve, plan = rotor.Programme.__init__, rotor.Programme.plan
+    monkeypatch.setattr(rotor.Programme, "__init__", lambda self, *args: (solved.append(args), solve(self, *args))[1])
+    monkeypatch.setattr(rotor.Programme, "plan", lambda self, memory: (read.append(0), plan(self, memory))[1])
     problem = Problem(training_chain([1] * 30))
     plain = problem.plain.peak
     found = [rotor.solve(problem, budget) for budget in range(plain // 2, plain, plain // 20)]
