@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-
 _ASKED_WITH_ARGUMENTS = frozenset({"lower", "trace", "eval_shape", "jaxpr", "plan", "explain"})
 
 

@@ -30,11 +30,10 @@ import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from remat_opt.graph.tables import min_along
-from remat_opt.search.caching import cached_method
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.segments import in_slots
-from remat_opt.search.stages import Stages, later_bytes, solve_by_models, sweep
+from remat_opt.search.stages import Plans, Stages, later_bytes, solve_by_models
 
 MOST_STAGES = 60
 SLOTS = 400
@@ -145,11 +144,11 @@ class Programme:
 
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
-    return solve_by_models(problem, budget, MOST_STAGES, models_of_graph, NestedPlans)
+    return solve_by_models(problem, budget, MOST_STAGES, models_of_graph, nested_plans)
 
 
-class NestedPlans:
-    """The programme's plans for every number of slots in a memory, those of least memory first.
+def nested_plans(stages: Stages, model: Model, capacity: int) -> Plans:
+    """The programme's plans for every number of slots in a memory.
 
     A search looks at a few of hundreds: a plan is read out of the programme's decisions when it is asked for.
 
@@ -157,27 +156,15 @@ class NestedPlans:
         stages: of the step.
         model: what they take.
         capacity: the memory in bytes.
-
-    Attributes:
-        needs: [plan], bytes by the model's word, rising.
     """
-
-    def __init__(self, stages: Stages, model: Model, capacity: int):
-        slot = max(1, -(-capacity // SLOTS))
-        self._stages = stages
-        self._programme = Programme(model.in_slots(slot), -(-capacity // slot))
-        self._memories = self._programme.memories()
-        del self._programme.seconds  # five sixths of the table; plans follow the decisions
-        self.needs = np.array(self._memories, dtype=np.int64) * slot
-
-    def near(self, budget: int | None) -> list[Solution]:
-        """See `Plans`."""
-        return sweep(self.solution, len(self._memories), budget)
-
-    @cached_method
-    def solution(self, index: int) -> Solution:
-        """A plan's schedule, simulated once."""
-        return nested_solution(self._stages, self._programme.plan(self._memories[index]))
+    slot = max(1, -(-capacity // SLOTS))
+    programme = Programme(model.in_slots(slot), -(-capacity // slot))
+    memories = programme.memories()
+    del programme.seconds  # five sixths of the table; plans follow the decisions
+    return Plans(
+        np.array(memories, dtype=np.int64) * slot,
+        lambda index: nested_solution(stages, programme.plan(memories[index])),
+    )
 
 
 def models_of_graph(stages: Stages) -> tuple[Model, Model, Model]:
