@@ -223,16 +223,17 @@ class Plan:
         )
         plan_checks.check_runs((run.ranges, run.recomputed) for run in runs)
         choice = document["choice"]
-        values = {name: document[name] for name in (*_WRITTEN_AS_THEY_ARE, "versions")}
+        values: dict[str, Any] = {name: document[name] for name in (*_WRITTEN_AS_THEY_ARE, "versions")}
+        values |= {"inputs": tuple(document["inputs"]), "saved": tuple(document["saved"])}
+        values |= {field: name in document for name, field in _MARKS.items()}
         return cls(
-            **{**values, "inputs": tuple(document["inputs"]), "saved": tuple(document["saved"])},
+            **values,
             choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
             runs=runs,
             predicted=Prediction(**document["predicted"]),
             measured=_figures(document["measured"]),
             plain_measured=_figures(document["plain_measured"]),
             loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
-            **{field: name in document for name, field in _MARKS.items()},
         )
 
     def save(self, path: str | Path) -> None:
