@@ -172,10 +172,12 @@ class Plans:
         if budget is None:
             return self.near_minimum()
         count = len(self.needs)
+        looked_at: list[Solution] = []
         low, high = -1, count  # fits, as far as is known; does not fit
         at, step = max(int(np.searchsorted(self.needs, budget, side="right")) - 1, 0), 1
         while high - low > 1:
-            low, high = (at, high) if self.solution(at).peak <= budget else (low, at)
+            looked_at.append(self.solution(at))
+            low, high = (at, high) if looked_at[-1].peak <= budget else (low, at)
             if low < 0 or high == count:
                 at = min(max(at + (step if high == count else -step), 0), count - 1)
                 step *= 2
@@ -183,7 +185,7 @@ class Plans:
                     break
             else:
                 at = (low + high) // 2
-        return [solution for solution in self.known.values() if solution.peak <= budget]
+        return [solution for solution in looked_at if solution.peak <= budget]
 
     def near_minimum(self, most: int | None = None) -> list[Solution]:
         """The first plans, and then ever fewer, until `_PATIENCE` in a row have no lower peak; of the first `most`."""
