@@ -273,17 +273,13 @@ def test_a_walk_closes_a_segment_where_its_bytes_pass_the_limit(seed: int) -> No
     source = random.Random(seed)
     sizes = random_sizes(source)
     for limit in (0, source.randint(0, 60), sum(sizes)):
-        ends = chen.close_segments(sizes, limit)
-        assert ends == closed_by_definition(sizes, limit)
-        assert chen.largest_segment(sizes, ends) == max(
-            sum(sizes[start:stop]) for start, stop in itertools.pairwise((0, *ends, len(sizes)))
-        )
+        assert chen.close_segments(sizes, limit) == closed_by_definition(sizes, limit)
 
 
 def test_the_grid_lies_evenly_round_the_root_of_what_a_run_without_limit_takes() -> None:
     grid = chen.limits(checkpoints=32, largest=8, count=5)  # B0 = 16
     assert grid == pytest.approx([16 / math.sqrt(2), 16 / 2**0.25, 16, 16 * 2**0.25, 16 * math.sqrt(2)])
-    assert chen.limits(0, 8) == (0.0,) * chen.GRID
+    assert chen.limits(0, 8) == [0.0] * chen.GRID
 
 
 @pytest.mark.parametrize(
@@ -300,7 +296,8 @@ def chen_on_a_chain(sizes: Sequence[int]) -> int:
         return first_value(sizes, sorted({0, *(end - 1 for end in ends), len(sizes) - 1}))
 
     at_zero = chen.close_segments(sizes, 0)
-    grid = chen.limits(sum(sizes[end - 1] for end in at_zero), chen.largest_segment(sizes, at_zero))
+    largest = max(sum(sizes[start:stop]) for start, stop in itertools.pairwise((0, *at_zero, len(sizes))))
+    grid = chen.limits(sum(sizes[end - 1] for end in at_zero), largest)
     return min(value(chen.close_segments(sizes, limit)) for limit in grid)
 
 

@@ -66,6 +66,12 @@ class Stages:
                 last_read[value] = position
         return last_read
 
+    @functools.cached_property
+    def early_reads(self) -> list[list[int]]:
+        """For each op those of its operands that are made before the last stage."""
+        end = self.cuts.positions[-1]
+        return [[v for v in op.inputs if 0 <= self.made_at[v] < end] for op in self.problem.graph.ops]
+
     def ops(self, stage: int) -> tuple[int, ...]:
         """The ops of a stage, in order."""
         stop = self.cuts.positions[stage + 1] if stage + 1 < len(self) else self.cuts.forward_end
