@@ -19,7 +19,7 @@ _MOST_NEAR_MINIMUM = 8
 
 
 class CandidateGenerator:
-    """The candidate generators before one forward/backward boundary. Nothing in them depends on what was asked before.
+    """The candidate generators before one forward/backward boundary. What fits of earlier budgets plans is offered, too.
 
     Args:
         problem: the step.
@@ -32,11 +32,11 @@ class CandidateGenerator:
 
     def with_options(self, budget: int) -> list[Solution]:
         """Segments with options that fit a budget."""
-        return self._with_options(self._capacity(budget)).near(budget)
+        return self._with_options(self._capacity(budget)).all_within(budget)
 
     def nested(self, budget: int) -> list[Solution]:
         """Nested plans that fit a budget."""
-        return [solution for family in self._nested(self._capacity(budget)) for solution in family.near(budget)]
+        return [solution for family in self._nested(self._capacity(budget)) for solution in family.all_within(budget)]
 
     def minimum_nested(self) -> list[Solution]:
         """Nested plans near the least peak."""

@@ -51,11 +51,8 @@ class Stages:
     @functools.cached_property
     def made_at(self) -> list[int]:
         """For each value the position of the order at which it is made; −1 for arguments."""
-        made_at = [-1] * len(self.problem.graph.sizes)
-        for position, op in enumerate(self.problem.order):
-            for value in self.problem.graph.ops[op].outputs:
-                made_at[value] = position
-        return made_at
+        place = self.problem.place
+        return [place[op] if op >= 0 else -1 for op in self.problem.graph.producer]
 
     @functools.cached_property
     def last_read(self) -> list[int]:
@@ -192,6 +189,11 @@ class Plans:
             else:
                 at = (low + high) // 2
         return [solution for solution in looked_at if solution.peak <= budget]
+
+    def all_within(self, budget: int) -> list[Solution]:
+        """All plans looked at so far that fit, `near` a budget and for other ones."""
+        self.near(budget)
+        return [solution for solution in self.known.values() if solution.peak <= budget]
 
     def near_minimum(self, most: int | None = None) -> list[Solution]:
         """The first plans, and then ever fewer, until `_PATIENCE` in a row have no lower peak; of the first `most`."""
