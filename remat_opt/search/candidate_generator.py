@@ -19,7 +19,7 @@ _MOST_NEAR_MINIMUM = 8
 
 
 class CandidateGenerator:
-    """The candidate generators before one forward/backward boundary. What fits of earlier budgets plans is offered, too.
+    """The candidate generators before one forward/backward boundary, which also offer what fits of earlier plans.
 
     Args:
         problem: the step.
