@@ -6,8 +6,7 @@ any of them. A question about a step is put to all its variants, and the best an
 the step are compared by one liveness model and one sum of time.
 
 Gap: the variants are a sample. Pairs of loops are replaced by smaller ones one after another (`loops/choose.py`), and
-    all
-bodies get the same share of the range between their least and their plain peaks.
+all bodies get the same share of the range between their least and their plain peaks.
 """
 
 from __future__ import annotations

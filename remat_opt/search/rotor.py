@@ -18,8 +18,7 @@ for every number of slots; because its model is not the simulation, several of t
 simulated peaks decide.
 
 Gaps: one forward/backward boundary; at most `MOST_STAGES` cuts; everything or nothing of a stage is kept (Rockmate
-    offers several
-options for each); schedules that evict a saved input before its use are left out, as in the paper.
+offers several options for each); schedules that evict a saved input before its use are left out, as in the paper.
 """
 
 from __future__ import annotations
