@@ -28,7 +28,7 @@ from tests.random_programs import RandomProgram
 TARGETS = ("cpu", "h200", "v5e")
 # Of the memory between the least and the plain peak; None: what `optimize` would take, −1: the least at any cost.
 SHARES = (None, None, None, -1.0, -1.0, -1.0, 0.3, 0.6)
-SOLVERS = ("auto", "auto", "auto", "chen", "chen", "lower_sets", "lower_sets", "rotor")
+SOLVERS = ("auto", "auto", "auto", "chen", "chen", "feng_huang", "lower_sets", "lower_sets", "rotor")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""`milp` and `lower_sets` as solvers of graphs, and the exact one against all schedules there are."""
+"""`milp`, `lower_sets` and `feng_huang` as solvers of graphs, and the exact one against all schedules there are."""
 
 import itertools
 import os
@@ -16,9 +16,9 @@ from remat_opt.graph.graph import Graph, chain
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, join_runs
 from remat_opt.graph.timeline import timeline
-from remat_opt.search import Problem, Solution, Solver, lower_sets
+from remat_opt.search import Problem, Solution, Solver, feng_huang, lower_sets
 
-SOLVERS = {"milp": milp.solve, "lower_sets": lower_sets.solve}
+SOLVERS = {"milp": milp.solve, "lower_sets": lower_sets.solve, "feng_huang": feng_huang.solve}
 each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
 
 
@@ -121,9 +121,9 @@ DIGEST = """
 import random
 import milp
 from random_graphs import training_graph
-from remat_opt.search import Problem, lower_sets
+from remat_opt.search import Problem, feng_huang, lower_sets
 for seed in range(8):
-    for solver in (milp, lower_sets):
+    for solver in (milp, lower_sets, feng_huang):
         problem = Problem(training_graph(random.Random(seed), 6))
         least = solver.solve(problem, None)
         middle = solver.solve(problem, (least.peak + problem.plain.peak) // 2)
@@ -294,7 +294,7 @@ def test_milp_refuses_graphs_that_it_would_never_finish() -> None:
 
 
 def test_milp_is_never_worse_than_the_others_and_their_distance() -> None:
-    ratios: dict[str, list[float]] = {"lower_sets": []}
+    ratios: dict[str, list[float]] = {"lower_sets": [], "feng_huang": []}
     for seed in range(40):
         problem = random_problem(seed)
         least = milp.solve(problem, None)

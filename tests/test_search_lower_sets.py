@@ -4,10 +4,10 @@ import dataclasses
 import itertools
 import random
 
-from random_graphs import Sketch, training_chain, training_graph
+from random_graphs import training_chain, training_graph
 
 from remat_opt.search import Problem
-from remat_opt.search.forward import forward_backward_boundary, forward_part
+from remat_opt.search.forward import forward_part
 from remat_opt.search.lower_sets import (
     Blocks,
     Task,
@@ -206,31 +206,3 @@ def test_the_distance_of_the_formula_to_the_best_simulated_strategy() -> None:
         f"{sum(ratios) / len(ratios):.3f}, most {max(ratios):.3f}"
     )
     assert len(ratios) > 20
-
-
-# The forward part of a step
-
-
-def masked_step() -> tuple[Problem, list[int]]:
-    """Two layers with dropout from random bits, a mask that only the backward reads, and a result of the forward."""
-    sketch = Sketch()
-    data, key = sketch.input(8), sketch.input(1)
-    first = sketch.op(data, size=80)
-    bits = sketch.op(key, size=40)
-    dropped = sketch.op(first, bits, size=80)
-    sign = sketch.op(first, size=30)
-    metric = sketch.op(dropped, size=80)
-    second = sketch.op(dropped, size=80)
-    loss = sketch.op(second, size=20)
-    back = sketch.op(loss, second, dropped, size=80)
-    last = sketch.op(back, sign, bits, first, size=8)
-    graph = sketch.graph(last, metric)
-    return Problem(graph), [first, bits, dropped, sign, second, loss]
-
-
-def test_the_forward_part_ends_where_the_cotangents_come_back() -> None:
-    problem, values = masked_step()
-    assert forward_backward_boundary(problem) == 7  # the loss and the ops before it go forward
-    forward = forward_part(problem)
-    assert [made for (made,) in forward.values] == values  # no metric: it is returned, and there in any case
-    assert forward.predecessors == ((), (), (0, 1), (0,), (2,), (4,))

@@ -30,7 +30,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from remat_opt.graph.derive import Choice
-from remat_opt.search import chen, hong, lower_sets, rotor
+from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
 from remat_opt.search.caching import cached_method
 from remat_opt.search.candidate_generator import CandidateGenerator
 from remat_opt.search.drop_recomputation import fill
@@ -197,7 +197,7 @@ class Search:
         found = [*self.one_level, lower_sets.solve(problem, None)]
         found += [solution for end in ends for solution in self.generator(end).minimum_nested()]
         if self.is_small:
-            found += [solver.solve(problem, None) for solver in (hong, chen)]
+            found += [solver.solve(problem, None) for solver in (hong, feng_huang, chen)]
         if len(problem.order) <= _SOME_OPS:
             found.append(rotor.solve(problem, None))
         return found
@@ -280,7 +280,7 @@ class Search:
     @property
     def others(self) -> Iterator[Solution]:
         """The best of the papers' algorithms for every second level, filled."""
-        solvers = (rotor, hong, lower_sets, chen) if self.is_small else (lower_sets,)
+        solvers = (rotor, hong, lower_sets, feng_huang, chen) if self.is_small else (lower_sets,)
         for level in range(0, LEVELS, 2) if len(self.problem.order) <= _SOME_OPS else ():
             budget = self.budget_of(level)
             answers = (solver.solve(self.problem, budget) for solver in solvers)

@@ -39,6 +39,8 @@ class Forward:
         ops: for each vertex its op.
         values: for each vertex the results that are saved or evicted with it.
         predecessors: for each vertex the vertices whose values it reads.
+        nearest: for each vertex the last vertex that it depends on, also through values that are saved in any case; −1
+            where there is none.
         always: values that are saved in any case.
     """
 
@@ -47,6 +49,7 @@ class Forward:
     ops: tuple[int, ...]
     values: tuple[tuple[int, ...], ...]
     predecessors: tuple[tuple[int, ...], ...]
+    nearest: tuple[int, ...]
     always: frozenset[int]
 
     def __len__(self) -> int:
@@ -63,6 +66,10 @@ class Forward:
         """Seconds to run each vertex again."""
         return [self.problem.graph.ops[op].seconds for op in self.ops]
 
+    def saved(self, vertices: Collection[int]) -> frozenset[int]:
+        """The values of some vertices, and what is always saved."""
+        return self.always.union(*(self.values[vertex] for vertex in vertices))
+
     def solution(self, saved: Collection[int], block: Sequence[int]) -> Solution:
         """Evict at the forward/backward boundary what is not saved; the vertices of a block are recomputed together.
 
@@ -72,8 +79,7 @@ class Forward:
                 the schedule derived from the solution's choice is another one.
         """
         graph, order = self.problem.graph, self.problem.order
-        values = self.always.union(*(self.values[vertex] for vertex in saved))
-        choice = Choice(values, (self.forward_end,))
+        choice = Choice(self.saved(saved), (self.forward_end,))
         blocks = dict(zip(self.ops, block, strict=True))
         following = max(block, default=0)
         segment = [following + 1] * len(graph.ops)
@@ -81,6 +87,14 @@ class Forward:
             following = blocks.get(op, following)
             segment[op] = following
         return self.problem.scheduled(derive(graph, choice, order, segment), choice)
+
+    def solution_of_cuts(self, saved: Collection[int], positions: Collection[int]) -> Solution:
+        """Cut the order of first runs at positions; what was made before the last and is not saved is evicted there.
+
+        The last stretch is kept, since its backward follows at once.
+        """
+        cuts = tuple(sorted({*positions}))
+        return self.problem.solution(Choice(self.saved(saved), cuts[-1:], cuts))
 
 
 def forward_backward_boundary(problem: Problem) -> int:
@@ -110,6 +124,10 @@ def forward_backward_boundary(problem: Problem) -> int:
 
 def forward_part(problem: Problem) -> Forward:
     """The forward graph of a step; without vertices where nothing can be recomputed."""
+    return problem.cached("forward", lambda: _forward_part(problem))
+
+
+def _forward_part(problem: Problem) -> Forward:
     graph, order = problem.graph, problem.order
     forward_end = forward_backward_boundary(problem)
     there = {*graph.inputs, *graph.outputs, *graph.constants}
@@ -135,8 +153,21 @@ def forward_part(problem: Problem) -> Forward:
         tuple(ops),
         tuple(tuple(v for v in graph.ops[op].outputs if v in needed) for op in ops),
         tuple(tuple(sorted(vertex[read] for read in reads[op] if read not in twigs)) for op in ops),
+        _nearest(problem, forward_end, vertex),
         frozenset(always),
     )
+
+
+def _nearest(problem: Problem, forward_end: int, vertex: dict[int, int]) -> tuple[int, ...]:
+    last = dict.fromkeys(problem.graph.inputs, -1)  # for each value its vertex, or the last one that it depends on
+    nearest: list[int] = []
+    for index in problem.order[:forward_end]:
+        op = problem.graph.ops[index]
+        before = max((last[value] for value in op.inputs), default=-1)
+        if index in vertex:
+            nearest.append(before)
+        last.update(dict.fromkeys(op.outputs, vertex.get(index, before)))
+    return tuple(nearest)
 
 
 def _smallest(values: Sequence[int], sizes: Sequence[int]) -> set[int]:
