@@ -5,6 +5,7 @@ import random
 import weakref
 from collections.abc import Sequence
 
+import milp
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,11 +15,11 @@ from step_graphs import NETWORKS, PLAIN_STEPS, TWINS, graph_of
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import save_everything
-from remat_opt.search import SOLVERS, Problem, Solution, milp, search_of
+from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.search.auto import Search
 from remat_opt.search.drop_recomputation import fill
 
-OTHERS = [name for name in SOLVERS if name not in ("auto", "milp")]
+OTHERS = [name for name in SOLVERS if name != "auto"]
 
 
 def auto(problem: Problem, budget: int | None) -> Solution:

@@ -69,7 +69,7 @@ def free_port() -> int:
 
 @pytest.mark.short
 def test_connected_processes_agree_on_plans_and_results() -> None:
-    """Two processes with four devices each run one sharded step; what has a time limit is decided by the first."""
+    """Two processes with four devices each run one sharded step."""
     port = str(free_port())
     children = [
         subprocess.Popen(
@@ -91,10 +91,6 @@ def test_connected_processes_agree_on_plans_and_results() -> None:
     assert first["losses"] == second["losses"]
     assert first["plan"] == second["plan"]
     assert first["recomputes"]
-    assert first["limited"] == second["limited"]
-    assert first["limited"][0] == first["limited"][1]
-    assert first["asked"]
-    assert second["asked"] == [], "only process 0 may search where there is a time limit"
 
 
 def result_in(text: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from remat_opt.graph.timeline import timeline
 from remat_opt.search import Problem, Solution, Solver, chen, hong, rotor
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.segments import Option, Plan, choice_of, in_slots
-from remat_opt.search.stages import Stages, stages_before_peak, sweep
+from remat_opt.search.stages import Plans, Stages, stages_before_peak
 
 SOLVERS = {"chen": chen.solve, "hong": hong.solve, "rotor": rotor.solve}
 each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
@@ -203,8 +203,9 @@ def test_the_distance_to_the_best_segments() -> None:
     assert max(ratios["rotor"]) <= 1.25
 
 
-def test_a_sweep_finds_the_last_plan_that_fits() -> None:
-    peaks = [1, 2, 3, 5, 4, 6, 7, 9, 8, 10]
+@pytest.mark.parametrize("needs", [[1] * 10, list(range(1, 11)), [4] * 10], ids=["too few", "right", "too many"])
+def test_a_plan_with_a_peak_just_below_a_budget_is_found(needs: list[int]) -> None:
+    peaks = [1, 2, 3, 4, 5, 6, 7, 9, 8, 10]
     problem = Problem(training_chain([1]))
     asked: list[int] = []
 
@@ -218,10 +219,12 @@ def test_a_sweep_finds_the_last_plan_that_fits() -> None:
         plain = problem.plain
         return Simulated(problem.graph, plain.choice, plain.schedule, plain.liveness, peaks[index])
 
-    found = [one.peak for one in sweep(evaluate, len(peaks), 4)]
-    assert max(peak for peak in found if peak <= 4) == 4
+    plans = Plans(needs, evaluate)
+    assert max(one.peak for one in plans.near(4)) == 4
+    assert max(one.peak for one in plans.near(7)) == 7
+    assert [one.peak for one in plans.near(None)][:6] == peaks[:6]
     assert len(asked) == len(set(asked))
-    assert sweep(evaluate, 0, 4) == sweep(evaluate, 0, None) == []
+    assert Plans([], evaluate).near(4) == Plans([], evaluate).near(None) == []
 
 
 def test_slots_of_many_equal_sizes_sum_to_their_bytes() -> None:
@@ -275,15 +278,15 @@ def test_rotor_solves_a_programme_once_for_many_budgets_and_reads_few_of_its_pla
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     solved, read = [], []
-    solve, sequence = rotor._Programme.__init__, rotor._Programme.sequence
-    monkeypatch.setattr(rotor._Programme, "__init__", lambda self, *args: (solved.append(args), solve(self, *args))[1])
-    monkeypatch.setattr(rotor._Programme, "sequence", lambda self, memory: (read.append(0), sequence(self, memory))[1])
+    solve, plan = rotor.Programme.__init__, rotor.Programme.plan
+    monkeypatch.setattr(rotor.Programme, "__init__", lambda self, *args: (solved.append(args), solve(self, *args))[1])
+    monkeypatch.setattr(rotor.Programme, "plan", lambda self, memory: (read.append(0), plan(self, memory))[1])
     problem = Problem(training_chain([1] * 30))
     plain = problem.plain.peak
     found = [rotor.solve(problem, budget) for budget in range(plain // 2, plain, plain // 20)]
     assert all(one.schedule.recomputed for one in found)
     assert len(solved) == 2  # of the two models of what stages take
-    plans = sum(len(one.needs) for one in problem.memo.values() if isinstance(one, rotor.NestedPlans))
+    plans = sum(len(one.needs) for one in problem.memo.values() if isinstance(one, Plans))
     assert len(read) < plans  # for all budgets together, as each is read once
 
 

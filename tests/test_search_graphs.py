@@ -8,6 +8,7 @@ import sys
 import warnings
 from pathlib import Path
 
+import milp
 import pytest
 from random_graphs import Sketch, training_chain, training_graph
 
@@ -15,7 +16,7 @@ from remat_opt.graph.graph import Graph, chain
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, join_runs
 from remat_opt.graph.timeline import timeline
-from remat_opt.search import Problem, Solution, Solver, feng_huang, lower_sets, milp
+from remat_opt.search import Problem, Solution, Solver, feng_huang, lower_sets
 
 SOLVERS = {"milp": milp.solve, "lower_sets": lower_sets.solve, "feng_huang": feng_huang.solve}
 each_solver = pytest.mark.parametrize("solve", SOLVERS.values(), ids=SOLVERS.keys())
@@ -118,8 +119,9 @@ def test_ops_that_may_not_run_twice_are_not_repeated(solve: Solver) -> None:
 
 DIGEST = """
 import random
+import milp
 from random_graphs import training_graph
-from remat_opt.search import Problem, feng_huang, lower_sets, milp
+from remat_opt.search import Problem, feng_huang, lower_sets
 for seed in range(8):
     for solver in (milp, lower_sets, feng_huang):
         problem = Problem(training_graph(random.Random(seed), 6))

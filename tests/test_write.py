@@ -311,7 +311,7 @@ def test_the_names_of_scopes_stay() -> None:
     assert ["block" in str(e.source_info.name_stack) for e in products] == [True, False, True, False]
 
 
-@pytest.mark.parametrize("solver", sorted(set(SOLVERS) - {"milp"}))  # milp takes minutes: it is for small graphs
+@pytest.mark.parametrize("solver", sorted(SOLVERS))
 def test_every_solver_can_be_asked_for_and_computes_the_same(solver: str) -> None:
     step, arguments = networks.sine_step, networks.sine_arguments(width=32, layers=6, batch=64)
     optimized = optimize(step, solver=solver)

@@ -30,42 +30,27 @@ class OptimizedFunction:
 
     `optimize` returns it. Besides `lower`, `trace` and `eval_shape` it has `plan`, `explain` and `jaxpr`.
 
-    Args:
-        fun: the function.
+    Attributes:
+        original: the user's function.
         settings: what the user asked for.
-        options: of `jax.jit`.
+        options: the user's of `jax.jit`, without ours.
         is_plain: the function was given without a jit; nnx modules among its arguments are then updated in place, as by
             `nnx.jit`. Under a user's `jax.jit` they are pytrees, and stay as they are.
     """
 
     def __init__(self, fun: Callable, settings: Settings, options: dict[str, Any], is_plain: bool = False):
         functools.update_wrapper(self, fun, updated=())
-        self._fun = fun
-        self._is_plain = is_plain
-        self._settings = settings
-        self._options = options
+        self.original = fun
+        self.settings = settings
+        self.options = options
+        self.is_plain = is_plain
         self._planned = PlannedFunction(fun, settings, options, is_plain)
         self._delegate: AdaptedFunction | None = None  # once it has been called with modules
 
     @property
-    def original(self) -> Callable:
-        """The user's function."""
-        return self._fun
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The user's options of `jax.jit`, without ours."""
-        return dict(self._options)
-
-    @property
-    def settings(self) -> Settings:
-        """What the user asked for."""
-        return self._settings
-
-    @property
     def jit_description(self) -> compat.JitDescription:
         """The user's function and its `jax.jit` options."""
-        return compat.JitDescription(self._fun, self.options, self._is_plain)
+        return compat.JitDescription(self.original, self.options, self.is_plain)
 
     @property
     def target(self) -> Target:
@@ -77,7 +62,7 @@ class OptimizedFunction:
 
     def __reduce__(self) -> Any:
         # Plans and compiled steps stay here.
-        return OptimizedFunction, (self._fun, self._settings, self._options, self._is_plain)
+        return OptimizedFunction, (self.original, self.settings, self.options, self.is_plain)
 
     # Calling
 
@@ -107,12 +92,12 @@ class OptimizedFunction:
 
     def _for_modules(self, args: tuple, kwargs: dict) -> AdaptedFunction | None:
         """The adapter that replaces a plain function from its first call with modules on; None without modules."""
-        if self._delegate is None and self._is_plain:
-            self._delegate = lifted(self._fun, self._options, self._make_inner, args, kwargs)
+        if self._delegate is None and self.is_plain:
+            self._delegate = lifted(self.original, self.options, self._make_inner, args, kwargs)
         return self._delegate
 
     def _make_inner(self, description: compat.JitDescription) -> OptimizedFunction:
-        return OptimizedFunction(description.fun, self._settings, description.options)
+        return OptimizedFunction(description.fun, self.settings, description.options)
 
     def lower(self, *args, **kwargs):
         """As `jax.jit(fun).lower`: the optimised step, lowered for these arguments."""
@@ -165,7 +150,7 @@ class OptimizedFunction:
         traced = self._planned.plain.trace(*args, **kwargs)
         if symbolic := compat.symbolic_inputs(traced):
             raise ValueError(f"expected shapes of numbers, whose bytes can be counted, got {symbolic[0]}")
-        return read_step(traced, self._settings, self._options, (args, kwargs))
+        return read_step(traced, self.settings, self.options, (args, kwargs))
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""

@@ -36,7 +36,8 @@ from remat_opt.callable.donation import Undonated, find_undonated
 from remat_opt.callable.jit_options import standing_for, with_ours
 from remat_opt.callable.warnings_once import Reporter
 from remat_opt.emit.differentiable import with_derivative_of
-from remat_opt.planner.decision import Decision, is_unchanged
+from remat_opt.planner.candidates import Candidate
+from remat_opt.planner.decision import Decision
 from remat_opt.planner.fallback import failure_note, of_symbolic_shapes, original_after, unread
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
@@ -217,7 +218,7 @@ class PlannedFunction:
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
-        ours = ours or not is_unchanged(prepared, solution)
+        ours = ours or not Candidate(prepared, solution).is_unchanged
         if ours != self._with_ours or self.plain.trace(*args, **kwargs).jaxpr in self._written:
             self._drop_compiled(ours)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
@@ -275,7 +276,7 @@ class PlannedFunction:
         prepared, solution = self._candidate(traced)
         self._written[traced.jaxpr] = solution
         leaves = [*compat.closed_over_tracers(traced), *dynamic_leaves(args, kwargs)]
-        if is_unchanged(prepared, solution):  # from its jaxpr: the user's function is not called again
+        if Candidate(prepared, solution).is_unchanged:  # from its jaxpr: the user's function is not called again
             results = compat.function_of_jaxpr(traced)(*leaves)
         else:
             results = prepared.emit(solution, leaves)

@@ -6,8 +6,7 @@ any of them. A question about a step is put to all its variants, and the best an
 the step are compared by one liveness model and one sum of time.
 
 Gap: the variants are a sample. Pairs of loops are replaced by smaller ones one after another (`loops/choose.py`), and
-    all
-bodies get the same share of the range between their least and their plain peaks.
+all bodies get the same share of the range between their least and their plain peaks.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, SECOND_PASS_THRESHOLD, LoopChoices, ways_to_write
 from remat_opt.planner.prepared import Prepared
-from remat_opt.planner.processes import solve
-from remat_opt.search import Problem, Solution, search_of
+from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.search.caching import cached_method
 from remat_opt.search.problem import pareto_front
 from remat_opt.search.progress import part
@@ -197,7 +195,7 @@ class Variants:
         if limit is not None and self.solver == "auto" and search_of(problem).minimum_at_any_cost.peak > limit:
             return Candidate(variant, search_of(problem).minimum_at_any_cost)
         if (problem, limit) not in self.answers:
-            self.answers[problem, limit] = solve(self.solver, problem, limit)
+            self.answers[problem, limit] = SOLVERS[self.solver](problem, limit)
         return Candidate(variant, self.answers[problem, limit])
 
     def frontier_of(self, variant: Prepared, budgets: int) -> Sequence[Solution]:

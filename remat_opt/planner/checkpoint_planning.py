@@ -213,8 +213,7 @@ def choose_names(differentiated: Differentiated, budget: Budget) -> tuple[str, .
 def _saving(differentiated: Differentiated, values: frozenset[int]) -> Solution:
     """Everything before the first cotangent recomputed, between some saved values."""
     problem, forward_end = differentiated.problem, differentiated.forward_end
-    position = {op: at for at, op in enumerate(problem.order)}
-    made = {position[problem.graph.producer[value]] + 1 for value in values if problem.graph.producer[value] >= 0}
+    made = {problem.place[problem.graph.producer[value]] + 1 for value in values if problem.graph.producer[value] >= 0}
     return problem.solution(
         Choice(values, (forward_end,), tuple(sorted({at for at in made if at <= forward_end} | {forward_end})))
     )

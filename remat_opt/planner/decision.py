@@ -25,29 +25,19 @@ Measure = Callable[["Prepared", "Solution | None"], Figures]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Decision:
+class Decision(Candidate):
     """What happens to one signature of a step.
 
     Attributes:
-        prepared: the program and its graph.
-        solution: the schedule to write.
         plan: the same for the user, with figures.
-        seconds: time spent on each stage.
     """
 
-    prepared: Prepared
-    solution: Solution
     plan: Plan
 
     @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds spent on tracing, building the graph, searching and compiling."""
         return self.prepared.seconds
-
-    @property
-    def is_unchanged(self) -> bool:
-        """Whether nothing was changed."""
-        return is_unchanged(self.prepared, self.solution)
 
     def emit(self, arguments: Sequence[Any]) -> list[Any]:
         """Write the planned step on the program's flat inputs."""
@@ -150,11 +140,6 @@ class Planner:
             reordered=prepared.reordered,
         )
         return Decision(prepared, solution, plan)
-
-
-def is_unchanged(prepared: Prepared, solution: Solution) -> bool:
-    """Whether a solution changes nothing."""
-    return Candidate(prepared, solution).is_unchanged
 
 
 def versions() -> dict[str, str]:

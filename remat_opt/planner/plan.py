@@ -21,6 +21,11 @@ from remat_opt.planner.plan_checks import Ranges
 from remat_opt.targets.figures import Figures
 
 SCHEMA = 3
+# Fields of a plan that its text has by the same name.
+_WRITTEN_AS_THEY_ARE = ("fingerprint", "inputs", "equations", "target", "solver", "budget", "saved", "saved_digest")
+_WRITTEN_AS_THEY_ARE += ("note", "loop_bodies", "inside_loops")
+# What its text has only where it is true: plans from before there was such a thing do not say anything of it.
+_MARKS = {"gathers_once": "gathers_once", "rewritten": "rewritten", "in_our_order": "reordered"}
 
 
 class PlanError(ValueError):
@@ -163,51 +168,22 @@ class Plan:
         """The plan as text; `from_json` gives it back."""
         document = {
             "schema": SCHEMA,
-            "fingerprint": self.fingerprint,
-            "inputs": list(self.inputs),
-            "equations": self.equations,
-            "target": self.target,
-            "solver": self.solver,
-            "budget": self.budget,
-            "saved": list(self.saved),
-            "saved_digest": self.saved_digest,
+            **{name: getattr(self, name) for name in _WRITTEN_AS_THEY_ARE},
+            "versions": dict(self.versions),
             "choice": {
-                "saved": sorted(self.choice.saved),
-                "turning_points": list(self.choice.boundaries),
-                "cuts": list(self.choice.cuts),
+                "saved": self.choice.saved,
+                "turning_points": self.choice.boundaries,
+                "cuts": self.choice.cuts,
             },
-            "schedule": [{"recomputed": run.recomputed, "ops": [list(one) for one in run.ranges]} for run in self.runs],
+            "schedule": [{"recomputed": run.recomputed, "ops": run.ranges} for run in self.runs],
             "predicted": dataclasses.asdict(self.predicted),
             "measured": self.measured and self.measured.as_json(),
             "plain_measured": self.plain_measured and self.plain_measured.as_json(),
-            "versions": dict(self.versions),
-            "note": self.note,
-            "loops": [
-                {
-                    "pair": at,
-                    "saved": sorted(loop.saved),
-                    "chunk": loop.chunk,
-                    "in_chunk": sorted(loop.in_chunk),
-                    "update": loop.update,
-                    "earlier": [
-                        {"number": one.number, "steps": one.steps, "in_chunk": sorted(one.in_chunk)}
-                        for one in loop.earlier
-                    ],
-                    "step_bytes": loop.step_bytes,
-                }
-                for at, loop in self.loops
-            ],
-            "loop_bodies": self.loop_bodies,
-            "inside_loops": self.inside_loops,
+            "loops": [{"pair": at, **dataclasses.asdict(loop)} for at, loop in self.loops],
+            **{name: True for name, field in _MARKS.items() if getattr(self, field)},
         }
-        if self.gathers_once:  # left out elsewhere, as in plans from before there was such a thing
-            document["gathers_once"] = True
-        if self.rewritten:
-            document["rewritten"] = True
-        if self.reordered:
-            document["in_our_order"] = True
         document["schedule_digest"] = _digest_of_schedule(document)
-        return json.dumps(document, indent=1)
+        return json.dumps(document, indent=1, default=sorted)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -247,20 +223,17 @@ class Plan:
         )
         plan_checks.check_runs((run.ranges, run.recomputed) for run in runs)
         choice = document["choice"]
-        parts = ("fingerprint", "equations", "target", "solver", "budget", "note", "saved_digest", "loop_bodies")
+        values: dict[str, Any] = {name: document[name] for name in (*_WRITTEN_AS_THEY_ARE, "versions")}
+        values |= {"inputs": tuple(document["inputs"]), "saved": tuple(document["saved"])}
+        values |= {field: name in document for name, field in _MARKS.items()}
         return cls(
-            **{name: document[name] for name in (*parts, "inside_loops", "versions")},
-            inputs=tuple(document["inputs"]),
-            saved=tuple(document["saved"]),
+            **values,
             choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
             runs=runs,
             predicted=Prediction(**document["predicted"]),
             measured=_figures(document["measured"]),
             plain_measured=_figures(document["plain_measured"]),
             loops=tuple((loop["pair"], _loop_choice(loop)) for loop in document["loops"]),
-            gathers_once="gathers_once" in document,
-            rewritten="rewritten" in document,
-            reordered="in_our_order" in document,
         )
 
     def save(self, path: str | Path) -> None:
@@ -339,8 +312,8 @@ def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
 def _digest_of_schedule(document: dict[str, Any]) -> str:
     """Of all that says how the step is written."""
     parts = [document[name] for name in ("choice", "schedule", "loops")]
-    parts += [{name: document[name]} for name in ("gathers_once", "rewritten", "in_our_order") if name in document]
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:16]
+    parts += [{name: document[name]} for name in _MARKS if name in document]
+    return hashlib.sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:16]
 
 
 def _to_ranges(ops: Sequence[int]) -> Ranges:

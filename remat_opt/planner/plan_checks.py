@@ -32,41 +32,30 @@ def expect(is_right: bool, name: str, expected: str, value: Any) -> None:
         raise ValueError(f"{name}, expected {expected}, found {shown}")
 
 
-def text(name: str, value: Any) -> None:
-    expect(type(value) is str, name, "text", value)
+def of_kind(expected: str, is_right: Callable[[Any], bool]) -> Check:
+    """A check of single values, with what is expected in words."""
+    return lambda name, value: expect(is_right(value), name, expected, value)
 
 
-def flag(name: str, value: Any) -> None:
-    expect(type(value) is bool, name, "true or false", value)
+def is_finite(value: Any) -> bool:
+    return (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
 
 
-def mark(name: str, value: Any) -> None:
-    expect(value is True, name, "true, or no such field", value)
+def whole(low: int = 0, high: int = 2**63 - 1) -> Check:
+    """An integer from `low` to `high`, both included."""
+    return of_kind(f"an integer from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
-def number(name: str, value: Any) -> None:
-    is_right = (type(value) is int and abs(value) < 2**63) or (type(value) is float and math.isfinite(value))
-    expect(is_right, name, "a finite number", value)
-
-
-def share(name: str, value: Any) -> None:
-    expect(type(value) in (int, float) and 0 <= value <= 1, name, "a number from 0 to 1", value)
+TEXT = of_kind("text", lambda value: type(value) is str)
+FLAG = of_kind("true or false", lambda value: type(value) is bool)
+MARK = of_kind("true, or no such field", lambda value: value is True)
+NUMBER = of_kind("a finite number", is_finite)
+SHARE = of_kind("a number from 0 to 1", lambda value: type(value) in (int, float) and 0 <= value <= 1)
 
 
 def budget(name: str, value: Any) -> None:
     expect(type(value) in (int, float, str), name, "a budget", value)
     parse_budget(value)
-
-
-def whole(low: int = 0, high: int = 2**63 - 1) -> Check:
-    """An integer from `low` to `high`, both included."""
-
-    expected = f"an integer from {low} to {high}"
-
-    def check(name: str, value: Any) -> None:
-        expect(type(value) is int and low <= value <= high, name, expected, value)
-
-    return check
 
 
 def optional(check: Check) -> Check:
@@ -116,9 +105,9 @@ def record(fields: Mapping[str, Check], left_out: Iterable[str] = ()) -> Check:
     return check_record
 
 
-def figures_of(cls: type, *, left_out: Iterable[str] = (), **special: Check) -> Check:
+def figures_of(cls: type, left_out: Iterable[str] = ()) -> Check:
     """An object with the fields of a dataclass of numbers and texts; sizes and counts are at least 0."""
-    of_type = {int: whole(), float: number, str: text, bool: flag, Collectives: COLLECTIVES}
+    of_type = {int: whole(), float: NUMBER, str: TEXT, bool: FLAG, Collectives: COLLECTIVES}
 
     def check_of(hint: Any) -> Check:
         if isinstance(hint, types.UnionType):
@@ -126,8 +115,7 @@ def figures_of(cls: type, *, left_out: Iterable[str] = (), **special: Check) -> 
             return optional(of_type[inner])
         return of_type[hint]
 
-    fields = {name: special.get(name) or check_of(hint) for name, hint in typing.get_type_hints(cls).items()}
-    return record(fields, left_out)
+    return record({name: check_of(hint) for name, hint in typing.get_type_hints(cls).items()}, left_out)
 
 
 COLLECTIVES = record(
@@ -142,7 +130,7 @@ _LOOP = record(
         "saved": _IDS,
         "chunk": optional(whole(1, 2**31)),
         "in_chunk": _IDS,
-        "update": flag,
+        "update": FLAG,
         "earlier": list_of(_CHUNKS),
         "step_bytes": optional(whole()),
     },
@@ -161,19 +149,19 @@ def document(schema: int, predicted: type) -> Check:
     return record(
         {
             "schema": whole(schema, schema),
-            **dict.fromkeys(("fingerprint", "target", "solver", "note", "saved_digest", "schedule_digest"), text),
-            **dict.fromkeys(("inputs", "saved"), list_of(text)),
+            **dict.fromkeys(("fingerprint", "target", "solver", "note", "saved_digest", "schedule_digest"), TEXT),
+            **dict.fromkeys(("inputs", "saved"), list_of(TEXT)),
             "equations": whole(),
             "budget": optional(budget),
             "choice": record(dict.fromkeys(("saved", "turning_points", "cuts"), _IDS)),
-            "schedule": list_of(record({"recomputed": flag, "ops": list_of(_RANGE)})),
+            "schedule": list_of(record({"recomputed": FLAG, "ops": list_of(_RANGE)})),
             "predicted": figures_of(predicted),
             **dict.fromkeys(("measured", "plain_measured"), optional(FIGURES)),
-            "versions": table_of(text),
+            "versions": table_of(TEXT),
             "loops": list_of(_LOOP),
             "loop_bodies": whole(),
-            "inside_loops": optional(share),
-            **dict.fromkeys(("gathers_once", "rewritten", "in_our_order"), mark),
+            "inside_loops": optional(SHARE),
+            **dict.fromkeys(("gathers_once", "rewritten", "in_our_order"), MARK),
         },
         left_out=("gathers_once", "rewritten", "in_our_order"),
     )

@@ -5,11 +5,11 @@ entry in `SOLVERS`, below in this file. `auto.py` is the default. It generates c
 (`candidate_generator.py`, with `cuts.py`, `segments.py`, `stages.py`, `nested.py`, `rotor.py`, `expensive.py`, on the
 forward part that `forward.py` finds), and improves their schedules by local search (`drop_recomputation.py`,
 `local_search.py`, `eviction.py`). Each published algorithm has a file: `chen.py`, `feng_huang.py` (with
-`division_tree.py`), `hong.py`, `lower_sets.py`. `milp.py` is exact; `programme.py` is its integer programme.
+`division_tree.py`), `hong.py`, `lower_sets.py`.
 `caching.py` keeps answers, `progress.py` reports how far a search is.
 """
 
-from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, milp, rotor
+from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, rotor
 from remat_opt.search.auto import search_of
 from remat_opt.search.problem import Problem, Solution, Solver
 
@@ -19,7 +19,6 @@ SOLVERS: dict[str, Solver] = {
     "feng_huang": feng_huang.solve,
     "hong": hong.solve,
     "lower_sets": lower_sets.solve,
-    "milp": milp.solve,
     "rotor": rotor.solve,
 }
 

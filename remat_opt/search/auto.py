@@ -181,10 +181,10 @@ class Search:
         """Schedules of little memory, with what of their repeats their own peaks leave room to save."""
         lowest = _different(sorted(self.structures, key=memory_first))[:_MOST_FILLED]
         if self.is_tiny:
-            lowest += [self.lowered(solution) for solution in (lowest[0], self.problem.plain)]
+            lowest += [self.evicted(solution) for solution in (lowest[0], self.problem.plain)]
         return [*self.one_level, *(fill(self.problem, solution, solution.peak) for solution in lowest)]
 
-    def lowered(self, solution: Solution) -> Solution:
+    def evicted(self, solution: Solution) -> Solution:
         """Evict values as long as that lowers the peak."""
         while (found := lower(self.problem, solution, int(solution.peak * _LOWERED))) is not None:
             solution = found
@@ -218,18 +218,24 @@ class Search:
 
     def lower_peaks(self, shift: int, with_later: bool, keep: bool) -> list[Solution]:
         found = [self.problem.plain]
-        tried: set[int] = set()
-        for _ in range(_MOST_PASSES):
-            forward_end = min(peak_in_order(found[-1]) + shift, len(self.problem.order))
-            if forward_end in tried:
-                break
-            tried.add(forward_end)
-            choice = _merge(found[-1].choice, self.generator(forward_end).minimum_choice(with_later, keep))
-            candidate = self.problem.solution(choice)
+        for candidate in self.lowered(lambda end: self.generator(end).minimum_choice(with_later, keep), shift):
             if candidate.peak > found[-1].peak or not candidate.schedule.recomputed:
                 break
             found.append(candidate)  # where the peak stays, another one of the same height is next
         return found[1:]
+
+    def lowered(self, choice_before: Callable[[int], Choice | None], shift: int = 0) -> Iterator[Solution]:
+        """The plain step with what is chosen before its peak, then with what is chosen before the peak that remains,
+        too, and so on, until a peak comes again or nothing is chosen."""
+        best, tried = self.problem.plain, set[int]()
+        while len(tried) < _MOST_PASSES:
+            forward_end = min(peak_in_order(best) + shift, len(self.problem.order))
+            choice = None if forward_end in tried else choice_before(forward_end)
+            if choice is None:
+                break
+            tried.add(forward_end)
+            best = self.problem.solution(_merge(best.choice, choice))
+            yield best
 
     # Budgets
 
@@ -243,17 +249,13 @@ class Search:
     @functools.cached_property
     def frontier(self) -> tuple[Solution, ...]:
         """From the least memory to the plain step."""
-        return self.with_descents([*self.own_front, *self.others])
+        found = [self.problem.plain, *self.low_end, *map(self.at_level, range(LEVELS))]
+        return self.with_descents([*found, *self.others])
 
     @functools.cached_property
     def short_frontier(self) -> tuple[Solution, ...]:
         """The same from its two ends, without the budgets between them: in a fraction of the time."""
         return self.with_descents([self.problem.plain, *self.low_end])
-
-    @functools.cached_property
-    def own_front(self) -> tuple[Solution, ...]:
-        """What is found without the other solvers."""
-        return pareto_front([self.problem.plain, *self.low_end, *map(self.at_level, range(LEVELS))])
 
     def with_descents(self, solutions: Iterable[Solution]) -> tuple[Solution, ...]:
         """The best of some schedules and of what lies between them."""
@@ -328,25 +330,16 @@ class Search:
         """Segments with options at one peak after another; with less memory where the schedule misses the budget."""
         limit = budget
         for _ in range(_MOST_ATTEMPTS):
-            candidate = self.lower_peaks_to(limit)
+            candidate = self.problem.plain
+            for candidate in self.lowered(lambda end, limit=limit: self.generator(end).choice_within(limit)):
+                if candidate.peak <= limit:
+                    break
             if candidate.peak <= budget:
                 return [candidate]
             limit = min(limit - 1, limit * budget // candidate.peak)
         return []
 
-    def lower_peaks_to(self, limit: int) -> Solution:
-        best = self.problem.plain
-        tried: set[int] = set()
-        while best.peak > limit and len(tried) < _MOST_PASSES:
-            forward_end = peak_in_order(best)
-            choice = None if forward_end in tried else self.generator(forward_end).choice_within(limit)
-            if choice is None:
-                break
-            tried.add(forward_end)
-            best = self.problem.solution(_merge(best.choice, choice))
-        return best
-
-    # Turning points
+    # Forward/backward boundaries
 
     @property
     def is_small(self) -> bool:
@@ -360,7 +353,7 @@ class Search:
 
     @functools.cached_property
     def forward_ends(self) -> tuple[int, ...]:
-        """Turning points to try, the better first: at the plain step's peak, and where most bytes lie idle."""
+        """Boundaries to try, the better first: at the plain step's peak, and where most bytes lie idle."""
         forward_ends = dict.fromkeys((peak_in_order(self.problem.plain), forward_backward_boundary(self.problem)))
 
         def least(forward_end: int) -> tuple[float, float]:

@@ -69,13 +69,7 @@ def close_segments(sizes: Sequence[int], limit: float) -> tuple[int, ...]:
     return tuple(ends)
 
 
-def largest_segment(sizes: Sequence[int], ends: Sequence[int]) -> int:
-    """y: the bytes of the largest segment."""
-    bounds = (0, *ends, len(sizes))
-    return max(sum(sizes[start:stop]) for start, stop in itertools.pairwise(bounds))
-
-
-def limits(checkpoints: int, largest: int, count: int = GRID) -> tuple[float, ...]:
+def limits(checkpoints: int, largest: int, count: int = GRID) -> list[float]:
     """The grid: `count` limits in bytes from B₀/√2 to √2·B₀, each the same factor above the one before.
 
     Args:
@@ -84,32 +78,22 @@ def limits(checkpoints: int, largest: int, count: int = GRID) -> tuple[float, ..
         count: how many limits, at least 2.
     """
     middle = math.sqrt(checkpoints * largest)
-    return tuple(middle * 2 ** (step / (count - 1) - 0.5) for step in range(count))
+    return [middle * 2 ** (step / (count - 1) - 0.5) for step in range(count)]
 
 
 def _choices(stages: Stages, budget: int | None) -> Iterator[Choice]:
     sizes = [int(stages.costs.residual[k, k + 1]) for k in range(len(stages))]
-    at_zero = close_segments(sizes, 0)
-    grid = limits(_checkpoint_bytes(stages, at_zero), largest_segment(sizes, at_zero))
-    if budget is not None:
-        grid = (*grid, *_longer(grid[-1], sum(sizes)))
+    bounds = list(itertools.pairwise((0, *close_segments(sizes, 0), len(sizes))))
+    checkpoints = sum(int(stages.costs.crossing[start, end]) for start, end in bounds[:-1])
+    grid = limits(checkpoints, max(sum(sizes[start:end]) for start, end in bounds))
+    while budget is not None and 0 < grid[-1] < sum(sizes):
+        grid.append(grid[-1] * math.sqrt(2))
     for ends in (square_root_split(len(stages)), *(close_segments(sizes, limit) for limit in grid)):
         plan = Plan(ends, (Option.RECOMPUTE,) * len(ends))
         choice = choice_of(stages.costs, stages.problem.order, plan)
         yield choice
         if budget is not None:
             yield _with_expensive_results(stages, choice)
-
-
-def _checkpoint_bytes(stages: Stages, ends: Sequence[int]) -> int:
-    return sum(int(stages.costs.crossing[start, end]) for start, end in itertools.pairwise((0, *ends)))
-
-
-def _longer(limit: float, total: int) -> Iterator[float]:
-    """Limits above the grid, up to all bytes."""
-    while 0 < limit < total:
-        limit *= math.sqrt(2)
-        yield limit
 
 
 def _with_expensive_results(stages: Stages, choice: Choice) -> Choice:

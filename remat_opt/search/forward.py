@@ -200,11 +200,4 @@ def _twigs(elementwise: Collection[int], ops: Sequence[int], reads: dict[int, li
 
 def peak_in_order(solution: Solution) -> int:
     """How many ops had run for the first time when the peak was reached."""
-    position = passed = 0
-    for run in solution.schedule.runs:
-        length = len(run.ops) + run.recomputed
-        if position + length > solution.liveness.peak_position:
-            return passed + (0 if run.recomputed else solution.liveness.peak_position - position)
-        position += length
-        passed += 0 if run.recomputed else len(run.ops)
-    return passed
+    return int(np.count_nonzero(solution.occurrences.first_runs < solution.liveness.peak_position))

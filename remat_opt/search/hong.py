@@ -19,8 +19,7 @@ where a kept segment is one whose every value is a checkpoint. For a budget the 
 of recomputation for every size of memory, in slots; the answers are simulated.
 
 Gaps: one level of recomputation, one forward/backward boundary; at most `MOST_STAGES` cuts; the paper's O(n) version
-    with a deque
-is not used, since crossing(i, j) depends on i.
+with a deque is not used, since crossing(i, j) depends on i.
 """
 
 from __future__ import annotations
@@ -30,10 +29,9 @@ import functools
 
 import numpy as np
 
-from remat_opt.search.caching import cached_method
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.segments import Option, Plan, Table, choice_of, minimum_peak, minimum_seconds, table_of
-from remat_opt.search.stages import Stages, solve_by_models, sweep
+from remat_opt.search.stages import Plans, Stages, solve_by_models
 
 MOST_STAGES = 120
 
@@ -43,25 +41,21 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     return solve_by_models(problem, budget, MOST_STAGES, _tables, _Plans)
 
 
-class _Plans:
-    """Plans for every size of memory up to a capacity in bytes, those of least memory first; simulated when asked."""
+class _Plans(Plans):
+    """Plans for every size of memory up to a capacity in bytes, and those of least memory by two recurrences."""
 
     def __init__(self, stages: Stages, table: Table, capacity: int):
-        self._stages, self._table = stages, table
-        self._plans = minimum_seconds(table, capacity)
+        plans = minimum_seconds(table, capacity)
+        super().__init__([needs for needs, _ in plans], lambda index: _solution(stages, plans[index][1]))
+        self.stages, self.table = stages, table
 
     def near(self, budget: int | None) -> list[Solution]:
-        """See `Plans`."""
-        return [*self.of_minimum_peak, *sweep(self.solution, len(self._plans), budget)]
-
-    @cached_method
-    def solution(self, index: int) -> Solution:
-        return _solution(self._stages, self._plans[index])
+        return [*self.of_minimum_peak, *super().near(budget)]
 
     @functools.cached_property
     def of_minimum_peak(self) -> list[Solution]:
         """A plan that keeps nothing may do better where the plain step's live sets mislead."""
-        return [_solution(self._stages, minimum_peak(one)) for one in (_without_keeping(self._table), self._table)]
+        return [_solution(self.stages, minimum_peak(one)) for one in (_without_keeping(self.table), self.table)]
 
 
 def _solution(stages: Stages, plan: Plan) -> Solution:

@@ -81,7 +81,7 @@ class _Nesting:
         return [*runs, Run(tuple(pending))]
 
     def missing(self, op: int) -> list[int]:
-        return [v for v in self.graph.ops[op].inputs if self.made_at[v] < self.end and v not in self.held]
+        return [v for v in self.stages.early_reads[op] if v not in self.held]
 
     def stage_of(self, value: int) -> int:
         return bisect.bisect_right(self.starts, self.made_at[value]) - 1

@@ -65,42 +65,6 @@ class Problem:
         )
 
 
-def _first_repeat(schedule: Schedule) -> tuple[int, ...]:
-    """How many ops have run for the first time when the first one runs again."""
-    first = 0
-    for run in schedule.runs:
-        if run.recomputed:
-            return (first,)
-        first += len(run.ops)
-    return ()
-
-
-def _held_over(graph: Graph, schedule: Schedule, liveness: Liveness, forward_ends: Sequence[int]) -> frozenset[int]:
-    """Values that are held from where they are first made over a forward/backward boundary; arguments and results are
-    not named."""
-    lives = liveness.lives
-    first = np.full(len(graph.sizes), -1, dtype=np.int64)
-    first[lives.value[::-1]] = np.arange(len(lives) - 1, -1, -1)  # the first buffer of each value
-    first = first[first >= len(graph.inputs)]
-    positions = sorted(_position(schedule, forward_end - 1) + 1 if forward_end else 0 for forward_end in forward_ends)
-    following = np.array([*positions, np.iinfo(np.int64).max])  # behind the last there is none
-    held = following[np.searchsorted(positions, lives.birth[first], side="right")] <= lives.death[first]
-    return frozenset(lives.value[first[held]].tolist()) - set(graph.outputs)
-
-
-def _position(schedule: Schedule, first: int) -> int:
-    """Where the op stands that is number `first` of those that run for the first time."""
-    at = 0
-    for run in schedule.runs:
-        if run.recomputed:
-            at += 1 + len(run.ops)
-        elif first < len(run.ops):
-            return at + first
-        else:
-            at, first = at + len(run.ops), first - len(run.ops)
-    raise IndexError(f"expected a position in the order of first runs, found one that is {first + 1} behind its end")
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Occurrences:
     """The ops of a schedule one by one, with the buffers that each makes.
@@ -120,6 +84,11 @@ class Occurrences:
     run: np.ndarray
     buffer_start: np.ndarray
     previous: np.ndarray
+
+    @property
+    def first_runs(self) -> np.ndarray:
+        """Positions of the ops that run for the first time, in their order."""
+        return self.position[~self.recomputed]
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, liveness: Liveness) -> Occurrences:
@@ -171,10 +140,20 @@ class Solution:
     def choice(self) -> Choice:
         """That of `origin` with its forward/backward boundaries (without any: where the first repeat stands) and cuts,
         and as saved what the schedule really holds over a forward/backward boundary."""
-        forward_ends = self.origin.boundaries or _first_repeat(self.schedule)
-        return Choice(
-            _held_over(self.graph, self.schedule, self.liveness, forward_ends), forward_ends, self.origin.cuts
-        )
+        boundaries = self.origin.boundaries or tuple(np.flatnonzero(self.occurrences.recomputed)[:1].tolist())
+        return Choice(self._held_over(boundaries), boundaries, self.origin.cuts)
+
+    def _held_over(self, boundaries: Sequence[int]) -> frozenset[int]:
+        """Values that are held from where they are first made over a forward/backward boundary; arguments and results
+        are not named."""
+        lives, first_runs = self.liveness.lives, self.occurrences.first_runs
+        first = np.full(len(self.graph.sizes), -1, dtype=np.int64)
+        first[lives.value[::-1]] = np.arange(len(lives) - 1, -1, -1)  # the first buffer of each value
+        first = first[first >= len(self.graph.inputs)]
+        positions = sorted(int(first_runs[boundary - 1]) + 1 if boundary else 0 for boundary in boundaries)
+        following = np.array([*positions, np.iinfo(np.int64).max])  # behind the last there is none
+        held = following[np.searchsorted(positions, lives.birth[first], side="right")] <= lives.death[first]
+        return frozenset(lives.value[first[held]].tolist()) - set(self.graph.outputs)
 
     @functools.cached_property
     def occurrences(self) -> Occurrences:

@@ -10,8 +10,7 @@ input there, and not counted in the memory m, the least seconds for stages a …
                                                                         a … j − 1 again, nested, when their turn comes
     forward(a) + backward(a) + opt(m − w̄_a, a + 1, b)                   keep everything of stage a
 
-wherever what is live on the way fits: `optimal_sequence`, O(n³·m). It is exact for integer sizes; `solve` measures them
-in slots.
+wherever what is live on the way fits, O(n³·m). It is exact for integer sizes; `solve` measures them in slots.
 
 *On graphs* stages are the intervals between cuts of the topological order. What the plain step holds says what they
 take, and the input of stage j costs the bytes that cross its cut and did not cross cut a. The programme gives a plan
@@ -19,82 +18,28 @@ for every number of slots; because its model is not the simulation, several of t
 simulated peaks decide.
 
 Gaps: one forward/backward boundary; at most `MOST_STAGES` cuts; everything or nothing of a stage is kept (Rockmate
-    offers several
-options for each); schedules that evict a saved input before its use are left out, as in the paper.
+offers several options for each); schedules that evict a saved input before its use are left out, as in the paper.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import enum
-from collections.abc import Sequence
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
 from remat_opt.graph.tables import min_along
-from remat_opt.search.caching import cached_method
 from remat_opt.search.nested import Held, NestedPlan, nested_solution
 from remat_opt.search.problem import Problem, Solution
 from remat_opt.search.segments import in_slots
-from remat_opt.search.stages import Stages, later_bytes, solve_by_models, sweep
+from remat_opt.search.stages import Plans, Stages, later_bytes, solve_by_models
 
 MOST_STAGES = 60
 SLOTS = 400
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ChainStage:
-    """One stage of a chain; times in seconds, sizes in bytes or slots.
-
-    Attributes:
-        forward_seconds: of one forward run.
-        backward_seconds: of the backward run.
-        input_bytes: w, of what the stage reads: the result of the stage before.
-        kept_bytes: w̄, of all that its backward needs, its own result included and its input not.
-        forward_transient: what a forward run needs besides its input, its result or what is kept of it.
-        backward_transient: what the backward run needs besides its input, `kept_bytes` and `gradient_bytes`.
-        gradient_bytes: of the gradient of the stage's result; 0 for the last stage.
-    """
-
-    forward_seconds: float
-    backward_seconds: float
-    input_bytes: int
-    kept_bytes: int
-    forward_transient: int = 0
-    backward_transient: int = 0
-    gradient_bytes: int = 0
-
-
-class Action(enum.Enum):
-    """What is done with a stage."""
-
-    FORWARD = "forward"  # its input is evicted unless it is saved already
-    SAVE_INPUT = "forward, its input saved"
-    KEEP = "forward, everything kept"
-    BACKWARD = "backward"
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Step:
-    """One operation of a sequence."""
-
-    action: Action
-    stage: int
-
-
-def optimal_sequence(stages: Sequence[ChainStage], memory: int) -> tuple[float, tuple[Step, ...]] | None:
-    """The least seconds and the sequence that takes them; None where `memory` does not suffice.
-
-    `memory` holds everything but the input of the first stage, in the unit of the stages' sizes.
-    """
-    programme = _Programme(_model(stages), memory)
-    seconds = float(programme.seconds[0, -1, memory])
-    return (seconds, programme.sequence(memory)) if seconds < np.inf else None
-
-
 @dataclasses.dataclass(frozen=True)
-class _Model:
+class Model:
     """A chain as the programme sees it; for stages a and j > a.
 
     Attributes:
@@ -117,7 +62,7 @@ class _Model:
     reversing: np.ndarray
     gradient: np.ndarray
 
-    def in_slots(self, slot: int) -> _Model:
+    def in_slots(self, slot: int) -> Model:
         """Sizes in slots: what stays as `in_slots` rounds it, what has to fit rounded up."""
 
         def up(sizes: np.ndarray) -> np.ndarray:
@@ -134,31 +79,10 @@ class _Model:
         )
 
 
-def _model(stages: Sequence[ChainStage]) -> _Model:
-    count = len(stages)
-    saved, swept = np.zeros((2, count, count), dtype=np.int64)
-    for a in range(count):
-        for j in range(a + 1, count):
-            saved[a, j] = stages[j].input_bytes
-            moving = stages[j - 1].input_bytes if j - 1 > a else 0
-            live = moving + stages[j - 1].forward_transient + stages[j].input_bytes
-            swept[a, j] = max(swept[a, j - 1] if j - 1 > a else 0, live)
-    return _Model(
-        forward=np.array([stage.forward_seconds for stage in stages], dtype=float),
-        backward=np.array([stage.backward_seconds for stage in stages], dtype=float),
-        saved=saved,
-        swept=swept,
-        kept=np.array([stage.kept_bytes for stage in stages], dtype=np.int64),
-        keeping=np.array([stage.kept_bytes + stage.forward_transient for stage in stages], dtype=np.int64),
-        reversing=np.array([s.kept_bytes + s.backward_transient + s.gradient_bytes for s in stages], dtype=np.int64),
-        gradient=np.array([stage.gradient_bytes for stage in stages], dtype=np.int64),
-    )
-
-
-class _Programme:
+class Programme:
     """The table of the least seconds for stages a … b and every memory, with the decisions that lead there."""
 
-    def __init__(self, model: _Model, memory: int):
+    def __init__(self, model: Model, memory: int):
         self.model, self.count = model, len(model.forward)
         self.rooms = np.arange(memory + 1, dtype=np.int32)  # is compared in half the time that 64 bits take
         self.seconds = np.full((self.count, self.count, memory + 1), np.inf)
@@ -191,41 +115,39 @@ class _Programme:
         self.seconds[a, b], self.decision[a, b] = min_along(table)
 
     def memories(self) -> list[int]:
-        """Each memory that gives a shorter sequence than the one below it."""
+        """Each memory that takes less time than the one below it."""
         best = self.seconds[0, -1]
         return [m for m in range(len(best)) if best[m] < (best[m - 1] if m else np.inf)]
 
-    def sequence(self, memory: int) -> tuple[Step, ...]:
-        """The operations, in order."""
-        steps: list[Step] = []
-        # What is still to be done, the next at the end: stages a … b within a memory, or one step.
-        todo: list[tuple[int, int, int] | Step] = [(0, self.count - 1, memory)]
+    def plan(self, memory: int) -> NestedPlan:
+        """The plan that the decisions for a memory lead to."""
+        sweeps: list[Held] = []
+        inputs: list[int] = []
+        kept: list[int] = []
+        todo = [(0, self.count - 1, memory)]  # stages a … b within a memory, the next at the end
         while todo:
-            task = todo.pop()
-            if isinstance(task, Step):
-                steps.append(task)
-                continue
-            a, b, room = task
+            a, b, room = todo.pop()
+            inputs.append(a)  # the backward reads what a kept stage has read
             split = a + int(self.decision[a, b, room])
             if split > a:
-                steps.append(Step(Action.SAVE_INPUT, a))
-                steps += [Step(Action.FORWARD, stage) for stage in range(a + 1, split)]
                 todo += [(a, split - 1, room), (split, b, room - int(self.model.saved[a, split]))]
                 continue
-            steps.append(Step(Action.KEEP, a))
-            todo.append(Step(Action.BACKWARD, a))
+            kept.append(a)
             if b > a:
                 todo.append((a + 1, b, room - int(self.model.kept[a])))
-        return tuple(steps)
+            else:  # backward runs are next, and before the one of a stage that is not kept another sweep
+                sweeps.append(Held(tuple(inputs), tuple(kept)))
+                inputs, kept = [], []
+        return NestedPlan(sweeps[0], {stage: held for held in sweeps[1:] for stage in held.stages})
 
 
 def solve(problem: Problem, budget: int | None) -> Solution:
     """See `Solver`."""
-    return solve_by_models(problem, budget, MOST_STAGES, models_of_graph, NestedPlans)
+    return solve_by_models(problem, budget, MOST_STAGES, models_of_graph, nested_plans)
 
 
-class NestedPlans:
-    """The programme's plans for every number of slots in a memory, those of least memory first.
+def nested_plans(stages: Stages, model: Model, capacity: int) -> Plans:
+    """The programme's plans for every number of slots in a memory.
 
     A search looks at a few of hundreds: a plan is read out of the programme's decisions when it is asked for.
 
@@ -233,47 +155,18 @@ class NestedPlans:
         stages: of the step.
         model: what they take.
         capacity: the memory in bytes.
-
-    Attributes:
-        needs: [plan], bytes by the model's word, rising.
     """
-
-    def __init__(self, stages: Stages, model: _Model, capacity: int):
-        slot = max(1, -(-capacity // SLOTS))
-        self._stages = stages
-        self._programme = _Programme(model.in_slots(slot), -(-capacity // slot))
-        self._memories = self._programme.memories()
-        del self._programme.seconds  # five sixths of the table; sequences follow the decisions
-        self.needs = np.array(self._memories, dtype=np.int64) * slot
-
-    def near(self, budget: int | None) -> list[Solution]:
-        """See `Plans`."""
-        return sweep(self.solution, len(self._memories), budget)
-
-    @cached_method
-    def solution(self, index: int) -> Solution:
-        """A plan's schedule, simulated once."""
-        return nested_solution(self._stages, _plan(self._programme.sequence(self._memories[index])))
+    slot = max(1, -(-capacity // SLOTS))
+    programme = Programme(model.in_slots(slot), -(-capacity // slot))
+    memories = programme.memories()
+    del programme.seconds  # five sixths of the table; plans follow the decisions
+    return Plans(
+        np.array(memories, dtype=np.int64) * slot,
+        lambda index: nested_solution(stages, programme.plan(memories[index])),
+    )
 
 
-def _plan(sequence: Sequence[Step]) -> NestedPlan:
-    """The sequence's forward steps, gathered by the backward that follows them."""
-    sweeps: list[tuple[int, Held]] = []
-    inputs: list[int] = []
-    kept: list[int] = []
-    for step in sequence:
-        if step.action in (Action.SAVE_INPUT, Action.KEEP):
-            inputs.append(step.stage)  # the backward reads what a kept stage has read
-        if step.action is Action.KEEP:
-            kept.append(step.stage)
-        elif step.action is Action.BACKWARD and (inputs or kept):
-            sweeps.append((step.stage, Held(tuple(inputs), tuple(kept))))
-            inputs, kept = [], []
-    before = {stage: held for _, held in sweeps[1:] for stage in held.stages}
-    return NestedPlan(sweeps[0][1], before)
-
-
-def models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
+def models_of_graph(stages: Stages) -> tuple[Model, Model, Model]:
     """What the stages take, and twice what they may take instead.
 
     The second adds what was made behind a stage and is still there when it runs backward in the plain step; where
@@ -287,7 +180,7 @@ def models_of_graph(stages: Stages) -> tuple[_Model, _Model, _Model]:
     keeping[-1:] = kept[-1:]
     reversing = costs.backward[one, one + 1]
     later, residuals = later_bytes(stages)
-    model = _Model(
+    model = Model(
         forward=np.diff(cuts.seconds[[*cuts.positions, cuts.forward_end]]),
         backward=np.zeros(count),  # once in every plan
         saved=costs.crossing[:, :count],

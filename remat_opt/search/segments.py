@@ -111,13 +111,9 @@ def minimum_peak(table: Table) -> Plan:
     return plans[0]
 
 
-def minimum_seconds(table: Table, capacity: int) -> list[Plan]:
-    """The plans of least seconds for every size of memory up to `capacity` bytes, those of least memory first."""
-    return [plan for _, plan in minimum_seconds_by_memory(table, capacity)]
-
-
-def minimum_seconds_by_memory(table: Table, capacity: int) -> list[tuple[int, Plan]]:
-    """The same, each with the bytes that it needs by the table's word."""
+def minimum_seconds(table: Table, capacity: int) -> list[tuple[int, Plan]]:
+    """The plans of least seconds for every size of memory up to `capacity` bytes, those of least memory first, each
+    with the bytes that it needs by the table's word."""
     count = len(table.last)
     slot = max(1, -(-capacity // SLOTS))
     rooms = np.arange(-(-capacity // slot) + 1)

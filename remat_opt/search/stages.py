@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from remat_opt.search.cuts import Cuts, SegmentCosts
 from remat_opt.search.problem import Problem, Solution, memory_first, time_first
 
 Model = TypeVar("Model")
+
+_PATIENCE = 6  # plans that are no better, of those near the least memory
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -48,11 +51,8 @@ class Stages:
     @functools.cached_property
     def made_at(self) -> list[int]:
         """For each value the position of the order at which it is made; −1 for arguments."""
-        made_at = [-1] * len(self.problem.graph.sizes)
-        for position, op in enumerate(self.problem.order):
-            for value in self.problem.graph.ops[op].outputs:
-                made_at[value] = position
-        return made_at
+        place = self.problem.place
+        return [place[op] if op >= 0 else -1 for op in self.problem.graph.producer]
 
     @functools.cached_property
     def last_read(self) -> list[int]:
@@ -62,6 +62,12 @@ class Stages:
             for value in self.problem.graph.ops[op].inputs:
                 last_read[value] = position
         return last_read
+
+    @functools.cached_property
+    def early_reads(self) -> list[list[int]]:
+        """For each op those of its operands that are made before the last stage."""
+        end = self.cuts.positions[-1]
+        return [[v for v in op.inputs if 0 <= self.made_at[v] < end] for op in self.problem.graph.ops]
 
     def ops(self, stage: int) -> tuple[int, ...]:
         """The ops of a stage, in order."""
@@ -139,45 +145,67 @@ def _rank(solution: Solution, budget: int | None) -> tuple[float, ...]:
     return (0, *time_first(solution))
 
 
-def sweep(evaluate: Callable[[int], Solution], count: int, budget: int | None, patience: int = 6) -> list[Solution]:
-    """Simulate some of `count` plans that a model orders from least memory to least time.
+class Plans:
+    """The plans of one model for one size of memory, from least memory to least time.
 
-    The model's peak and the simulated one differ, so that the order of simulated peaks is only nearly the model's.
-    Without a budget the first plans are tried, and then ever fewer, until `patience` in a row were no better. With one,
-    bisection finds a plan that fits, and the `patience` plans behind it are tried, too, as long as one of them fits.
+    A model's peak and the simulated peak differ, so that the order of simulated peaks is only nearly the model's. Plans
+    are simulated when they are looked at, once.
+
+    Args:
+        needs: bytes that each plan needs by the model's word, rising.
+        evaluate: the simulated schedule of a plan, by its index.
     """
-    found: dict[int, Solution] = {}
 
-    def solution(index: int) -> Solution:
-        if index not in found:
-            found[index] = evaluate(index)
-        return found[index]
+    def __init__(self, needs: Sequence[int] | np.ndarray, evaluate: Callable[[int], Solution]):
+        self.needs = np.asarray(needs, dtype=np.int64)
+        self.evaluate = evaluate
+        self.known: dict[int, Solution] = {}
 
-    if budget is None:
+    def solution(self, index: int) -> Solution:
+        """A plan's schedule."""
+        if index not in self.known:
+            self.known[index] = self.evaluate(index)
+        return self.known[index]
+
+    def near(self, budget: int | None) -> list[Solution]:
+        """Plans that fit, the last of them with a peak just below the budget; without one `near_minimum`.
+
+        From the plan that fits by the model's word in growing steps to where plans cease to fit, or begin to.
+        """
+        if budget is None:
+            return self.near_minimum()
+        count = len(self.needs)
+        looked_at: list[Solution] = []
+        low, high = -1, count  # fits, as far as is known; does not fit
+        at, step = max(int(np.searchsorted(self.needs, budget, side="right")) - 1, 0), 1
+        while high - low > 1:
+            looked_at.append(self.solution(at))
+            low, high = (at, high) if looked_at[-1].peak <= budget else (low, at)
+            if low < 0 or high == count:
+                at = min(max(at + (step if high == count else -step), 0), count - 1)
+                step *= 2
+                if at in (low, high):
+                    break
+            else:
+                at = (low + high) // 2
+        return [solution for solution in looked_at if solution.peak <= budget]
+
+    def all_within(self, budget: int) -> list[Solution]:
+        """All plans looked at so far that fit, `near` a budget and for other ones."""
+        self.near(budget)
+        return [solution for solution in self.known.values() if solution.peak <= budget]
+
+    def near_minimum(self, most: int | None = None) -> list[Solution]:
+        """The first plans, and then ever fewer, until `_PATIENCE` in a row have no lower peak; of the first `most`."""
+        found: list[Solution] = []
         index = failed = 0
-        best = (float("inf"), float("inf"))
-        while index < count and failed < patience:
-            rank = memory_first(solution(index))
+        best = (math.inf, math.inf)
+        while index < len(self.needs[:most]) and failed < _PATIENCE:
+            found.append(self.solution(index))
+            rank = memory_first(found[-1])
             best, failed = (rank, 0) if rank < best else (best, failed + 1)
-            index += 1 + index // patience
-        return list(found.values())
-    low, high = -1, count  # fits, as far as is known; does not fit
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if solution(middle).peak <= budget else (low, middle)
-    tried = low
-    while tried < min(low + patience, count - 1):
-        tried += 1
-        low = tried if solution(tried).peak <= budget else low
-    return list(found.values())
-
-
-class Plans(Protocol):
-    """What one model of the stages offers for a size of memory."""
-
-    def near(self, budget: int | None) -> Iterable[Solution]:
-        """Simulated plans whose peaks come near a budget, or the least one."""
-        ...
+            index += 1 + index // _PATIENCE
+        return found
 
 
 def solve_by_models(

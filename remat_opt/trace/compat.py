@@ -21,7 +21,6 @@ from jax import lax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
-from jax._src import distributed as _distributed
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
@@ -263,12 +262,6 @@ def open_jaxpr(closed: Any) -> Any:
 def outside_of_any_trace() -> bool:
     """Whether no jit, grad, vmap or scan is being traced on this thread."""
     return _core.trace_state_clean()
-
-
-def distributed_client() -> Any | None:
-    """The service through which the processes of a job tell each other texts; None where there is one process, or
-    `jax.distributed.initialize` was not called."""
-    return _distributed.global_state.client
 
 
 class JitDescription(NamedTuple):

@@ -1,8 +1,8 @@
 """The exact search for small graphs: Checkmate's integer programme (Jain et al. 2020, arXiv:1910.02653, sections 4.3
 to 4.7), solved by scipy's HiGHS. The oracle that every other search is tested against.
 
-An op may run again before any op that stands behind it in the order of first runs, once before each: `programme.py` has
-the variables and rows. Checkmate's own model knows neither results that cost nothing, nor donated arguments, nor ops
+An op may run again before any op that stands behind it in the order of first runs, once before each: `integer_programme.py`
+has the variables and rows. Checkmate's own model knows neither results that cost nothing, nor donated arguments, nor ops
 with several results, and allocates before it frees; the programme here counts what `liveness.simulate` counts:
 
 - arguments are free; results of the step are free in their last copy;
@@ -33,7 +33,7 @@ import numpy as np
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.schedule import Run, join_runs
 from remat_opt.search.problem import Problem, Solution, memory_first
-from remat_opt.search.programme import Programme, matrix
+from tests.integer_programme import Programme, matrix
 
 TIME_LIMIT = 60.0
 MOST_OPS = 200
