@@ -205,10 +205,7 @@ def transformer_block(
 
 
 def transformer(
-    params: Params,
-    tokens: jax.Array,
-    key: jax.Array | None = None,
-    block: Callable[..., jax.Array] = transformer_block,
+    params: Params, tokens: jax.Array, key: jax.Array | None = None, block: Callable[..., jax.Array] = transformer_block
 ) -> jax.Array:
     """Decoder with unrolled blocks: (batch, time) → logits (batch, time, vocabulary)."""
     x = params["tokens"][tokens] + params["positions"]

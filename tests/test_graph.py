@@ -141,8 +141,7 @@ def test_a_fused_graph_has_the_stored_values_and_reads_their_sources(graph: Grap
 
 
 @pytest.mark.parametrize(
-    ("read_again", "size", "stored"),
-    [(False, 10, True), (True, 10, False), (False, 4, True), (False, 11, False)],
+    ("read_again", "size", "stored"), [(False, 10, True), (True, 10, False), (False, 4, True), (False, 11, False)]
 )
 def test_the_last_sum_of_two_buffers_is_a_buffer_in_what_is_written(read_again: bool, size: int, stored: bool) -> None:
     sketch = Sketch()

@@ -66,8 +66,7 @@ def evaluate(program: Program, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("loss", "changed"),
-    [(with_bias, 2), (with_product, 1), (with_norm, 0), (with_residual, 0), (also_read, 0)],
+    ("loss", "changed"), [(with_bias, 2), (with_product, 1), (with_norm, 0), (with_residual, 0), (also_read, 0)]
 )
 def test_where_the_mask_is_made_from_the_output(loss: Callable, changed: int) -> None:
     given = inline(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(KERNEL, BIAS))

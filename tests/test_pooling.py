@@ -280,10 +280,7 @@ def test_pools_by_places_pay_where_nothing_is_recomputed(tmp_path: Path) -> None
     kernels = [KERNEL, KERNEL, KERNEL]
     images = jax.ShapeDtypeStruct((16, 64, 64, 64), jnp.float32)
     measured = measure_flat(
-        lambda *leaves: deep_pooling_step(leaves[:3], leaves[3]),
-        [*kernels, images],
-        donated=(0, 1, 2),
-        target=target,
+        lambda *leaves: deep_pooling_step(leaves[:3], leaves[3]), [*kernels, images], donated=(0, 1, 2), target=target
     )
     optimized = optimize(deep_pooling_step, target=target, donate_argnums=0, budget=0.8)
     plan = optimized.plan(kernels, images)
