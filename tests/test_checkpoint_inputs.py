@@ -1,15 +1,15 @@
 """What `remat_opt.checkpoint` takes and refuses: `jax.checkpoint`'s own behaviour, or better."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close, checkpoints_in, equations_in
 from jax.ad_checkpoint import checkpoint_name
-from test_checkpoint_transforms import assert_close, checkpoints_in, data, loss, network
+from test_checkpoint_transforms import data, loss, network
 
 import remat_opt
 import remat_opt.planner.segmentation
@@ -279,21 +279,12 @@ def with_names(params: Any, x: jax.Array) -> jax.Array:
     return (x**2).mean()
 
 
-def equations_in(fun: Any, *args: Any) -> list[Any]:
-    """All equations of a function when it is traced, inner ones included."""
-
-    def collect(jaxpr: Any) -> Iterator[Any]:
-        for equation in compat.bare_jaxpr(jaxpr).eqns:
-            yield equation
-            for inner in compat.jaxprs_in(equation.params):
-                yield from collect(inner)
-
-    return list(collect(jax.make_jaxpr(fun)(*args)))
-
-
 def test_the_users_names_and_checkpoints_are_replaced_or_kept() -> None:
     args = data()
-    replaced, kept = (equations_in(checkpoint(with_names, keep_user_names=keep), *args) for keep in (False, True))
+    replaced, kept = (
+        list(equations_in(jax.make_jaxpr(checkpoint(with_names, keep_user_names=keep))(*args)))
+        for keep in (False, True)
+    )
     of_replaced, of_kept = (
         {one.params["name"] for one in found if one.primitive is compat.name_p} for found in (replaced, kept)
     )

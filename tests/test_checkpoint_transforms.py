@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close, checkpoints_in
 from jax.sharding import Mesh, PartitionSpec
 from op_by_op import VALUES_ONLY
 
@@ -40,28 +41,6 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 def data() -> tuple[Any, jax.Array]:
     return params_of(), jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
-
-
-def checkpoints_in(fun: Any, *args: Any) -> int:
-    """How many `jax.checkpoint` regions a function has when it is traced, inner ones included."""
-
-    def count(jaxpr: Any) -> int:
-        equations = compat.bare_jaxpr(jaxpr).eqns
-        inner = sum(count(one) for equation in equations for one in compat.jaxprs_in(equation.params))
-        return inner + sum(equation.primitive is compat.remat_p for equation in equations)
-
-    return count(jax.make_jaxpr(fun)(*args))
-
-
-def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert ours.shape == theirs.shape
-        if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
-            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
-        if ours.dtype != jax.dtypes.float0:
-            np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=tolerance, atol=tolerance)
 
 
 def scanned(fun: Any, params: Any, x: jax.Array) -> jax.Array:
@@ -97,14 +76,14 @@ TRANSFORMS = {
 def test_transforms_give_the_same(transform: str) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), tolerance=2e-5)
+    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), 2e-5)
 
 
 @pytest.mark.parametrize("transform", ["call", "value_and_grad", "vmap"])
 def test_transforms_give_the_same_without_jit(transform: str) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(apply(remat_opt.checkpoint(loss))(*args), apply(loss)(*args), tolerance=2e-5)
+    assert_close(apply(remat_opt.checkpoint(loss))(*args), apply(loss)(*args), 2e-5)
 
 
 @pytest.mark.parametrize("transform", ["call", "jit of grad", "jvp", "vmap", "in scan", "grad of grad"])
@@ -113,7 +92,7 @@ def test_a_layer_gives_the_same(transform: str) -> None:
     layer = remat_opt.checkpoint(network)
     apply = TRANSFORMS[transform]
     ours = compiled(apply(lambda p, x: (layer(p, x) ** 2).mean()))(*args)
-    assert_close(ours, compiled(apply(loss))(*args), tolerance=2e-5)
+    assert_close(ours, compiled(apply(loss))(*args), 2e-5)
 
 
 def test_the_functions_of_these_tests_are_divided() -> None:
@@ -179,7 +158,7 @@ def test_under_vmap_with_an_axis_name() -> None:
 def test_bfloat16_and_complex_numbers() -> None:
     params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), data())
     expected = compiled(jax.grad(loss))(params, x)
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, tolerance=0.05)
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, 0.05, 0.05)
 
     def of_complex(x):
         for _ in range(4):
@@ -255,7 +234,7 @@ def remat3():
 def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), tolerance=2e-5)
+    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), 2e-5)
 
 
 def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.WarningsRecorder) -> None:
@@ -285,4 +264,4 @@ def test_remat3_checkpoints_of_the_user_are_replaced_or_kept(remat3: None) -> No
     assert kept_jaxpr.count("RematTraced[") >= 4 + replaced_jaxpr.count("RematTraced[")
     expected = compiled(jax.grad(plain))(*args)
     for checkpointed in (replaced, kept):
-        assert_close(compiled(jax.grad(checkpointed))(*args), expected, tolerance=2e-5)
+        assert_close(compiled(jax.grad(checkpointed))(*args), expected, 2e-5)

@@ -157,21 +157,23 @@ def moments(graph: Graph, choice: Choice, order: tuple[int, ...]) -> list[tuple[
 
 
 @given(graphs_with_choices())
-def test_every_op_runs_once_in_first_runs_and_in_the_given_order(drawn: tuple[Graph, Choice]) -> None:
+def test_a_schedule_keeps_the_order_and_repeats_what_it_may_where_it_is_needed(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
     order = early_order(graph)
     schedule = derive(graph, choice, order)
     assert tuple(op for run in schedule.runs if not run.recomputed for op in run.ops) == order
-    assert all(run.ops for run in schedule.runs)
-
-
-@given(graphs_with_choices())
-def test_every_read_is_of_a_value_that_was_made_before(drawn: tuple[Graph, Choice]) -> None:
-    graph, choice = drawn
     made = set(graph.inputs)
-    for op in derive(graph, choice, early_order(graph)).order:
-        assert made.issuperset(graph.ops[op].inputs)
+    for op in schedule.order:
+        assert made.issuperset(graph.ops[op].inputs), "expected reads of what was made before"
         made.update(graph.ops[op].outputs)
+    assert all(graph.ops[op].repeatable for op in schedule.recomputed)
+    for run, following in zip(schedule.runs, (*schedule.runs[1:], None), strict=True):
+        assert run.ops
+        if run.recomputed:  # later is impossible, and earlier would hold it for longer: the next op reads it
+            assert following is not None
+            assert not following.recomputed
+            recomputed = {value for op in run.ops for value in graph.ops[op].outputs}
+            assert recomputed.intersection(graph.ops[following.ops[0]].inputs)
 
 
 @given(graphs_with_choices())
@@ -207,26 +209,6 @@ def is_read_before_made_again(graph: Graph, trace: list[tuple[int, int, bool]], 
         if value in graph.ops[op].outputs:
             return False
     return False
-
-
-@given(graphs_with_choices())
-def test_what_may_not_run_twice_does_not(drawn: tuple[Graph, Choice]) -> None:
-    graph, choice = drawn
-    repeated = derive(graph, choice, early_order(graph)).recomputed
-    assert all(graph.ops[op].repeatable for op in repeated)
-
-
-@given(graphs_with_choices())
-def test_a_repeat_starts_at_the_read_that_needs_it(drawn: tuple[Graph, Choice]) -> None:
-    # Later than needed is impossible, and earlier would hold it for longer: the next op reads what was recomputed.
-    graph, choice = drawn
-    runs = derive(graph, choice, early_order(graph)).runs
-    for run, following in zip(runs, (*runs[1:], None), strict=True):
-        if run.recomputed:
-            assert following is not None
-            assert not following.recomputed
-            made = {value for op in run.ops for value in graph.ops[op].outputs}
-            assert made.intersection(graph.ops[following.ops[0]].inputs)
 
 
 def test_random_choices_do_recompute() -> None:

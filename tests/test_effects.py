@@ -1,7 +1,7 @@
 """What a step does beside computing happens as often as in the original step, and in its order."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,12 +9,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close, equations_in
 from jax import lax
 from jax.experimental import checkify, io_callback
-from jax.extend.core import jaxprs_in_params, primitives
+from jax.extend.core import primitives
 
 from remat_opt import RematWarning, optimize
-from remat_opt.trace import compat
 from remat_opt.trace.effects import is_stateful
 
 pytestmark = pytest.mark.short
@@ -129,19 +129,8 @@ def step_with(effect: Effect, place: Callable) -> Callable:
     return step
 
 
-def equations_in(jaxpr: Any) -> Iterator[Any]:
-    for equation in compat.bare_jaxpr(jaxpr).eqns:
-        yield equation
-        for inner in jaxprs_in_params(equation.params):
-            yield from equations_in(inner)
-
-
 def segments_of(optimized: Any, *args: Any) -> list[Any]:
     return [one for one in optimized.jaxpr(*args).eqns if one.primitive is primitives.remat_p]
-
-
-def assert_close(found: Any, expected: Any) -> None:
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=2e-5, atol=1e-6), found, expected)
 
 
 EVERYWHERE = ("debug callback", "ordered debug callback", "io callback")
@@ -181,18 +170,6 @@ def test_no_effect_stands_in_a_recomputed_segment(name: str) -> None:
         for equation in equations_in(segment.params["jaxpr"]):
             assert not equation.effects
             assert not is_stateful(equation.primitive, equation.params)
-
-
-def test_prints_come_once_and_in_order(capfd: pytest.CaptureFixture) -> None:
-    for ordered in (True, False):
-        effect = told(lambda layer, value, ordered=ordered: jax.debug.print("layer {}", layer, ordered=ordered))
-        optimized = optimize(step_with(effect, flat))
-        capfd.readouterr()
-        optimized(W, X)
-        jax.effects_barrier()
-        lines = capfd.readouterr().out.splitlines()
-        assert (lines if ordered else sorted(lines)) == [f"layer {layer}" for layer in range(LAYERS)]
-        assert not optimized.plan(W, X).is_plain
 
 
 # checkify

@@ -23,48 +23,26 @@ def diamond() -> Graph:
     return sketch.graph(d)
 
 
-def test_two_ops_that_read_each_other_are_refused_as_a_cycle() -> None:
-    ops = (Op((1,), (0,)), Op((0,), (1,)))
-    with pytest.raises(ValueError, match=r"op 0 reads value 1.*cycle"):
-        Graph((1, 1), ops, outputs=(1,))
+# No dataflow graphs: sizes, ops, inputs, outputs, and what is said of them.
+REFUSED = {
+    "a cycle": ((1, 1), [((1,), (0,)), ((0,), (1,))], (), (1,), r"op 0 reads value 1.*cycle"),
+    "an op that reads its result": ((1,), [((0,), (0,))], (), (0,), "op 0 reads value 0"),
+    "an op before what it reads": (
+        (1, 1, 1, 1), [((0,), (1,)), ((3,), (2,)), ((1,), (3,))], (0,), (2,), r"op 1 reads value 3.*stands too early"
+    ),
+    "a negative size": ((0, -3), [((), (0, 1))], (), (1,), "value 1 has -3"),
+    "an output that nothing makes": ((1, 1), [((), (0,))], (), (0, 1), r"expected every output.*value 1 is not"),
+    "a value of two ops": ((1, 1), [((), (0,)), ((), (1, 0))], (), (0,), "op 1 makes value 0 again"),
+    "an input that is made": ((1, 1), [((), (1,)), ((), (0,))], (0,), (0,), "op 1 makes value 0 again"),
+    "a result twice": ((1,), [((), (0, 0))], (), (0,), "value 0"),
+}  # fmt: skip
 
 
-def test_an_op_that_reads_its_own_result_is_refused() -> None:
-    with pytest.raises(ValueError, match="op 0 reads value 0"):
-        Graph((1,), (Op((0,), (0,)),), outputs=(0,))
-
-
-def test_an_op_that_stands_before_what_it_reads_is_refused() -> None:
-    ops = (Op((0,), (1,)), Op((3,), (2,)), Op((1,), (3,)))
-    with pytest.raises(ValueError, match=r"op 1 reads value 3.*stands too early"):
-        Graph((1, 1, 1, 1), ops, inputs=(0,), outputs=(2,))
-
-
-def test_a_negative_size_is_refused_with_the_value_and_the_size() -> None:
-    with pytest.raises(ValueError, match="value 1 has -3"):
-        Graph((0, -3), (Op((), (0, 1)),), outputs=(1,))
-
-
-def test_an_output_that_nothing_makes_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"expected every output.*value 1 is not"):
-        Graph((1, 1), (Op((), (0,)),), outputs=(0, 1))
-
-
-@pytest.mark.parametrize(
-    ("ops", "inputs"),
-    [
-        ((Op((), (0,)), Op((), (1, 0))), ()),  # by two ops
-        ((Op((), (1,)), Op((), (0,))), (0,)),  # by an op, though it is an input
-    ],
-)
-def test_a_value_that_is_made_twice_is_refused(ops: tuple[Op, ...], inputs: tuple[int, ...]) -> None:
-    with pytest.raises(ValueError, match="op 1 makes value 0 again"):
-        Graph((1, 1), ops, inputs=inputs, outputs=(0,))
-
-
-def test_one_op_that_lists_a_result_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="value 0"):
-        Graph((1,), (Op((), (0, 0)),), outputs=(0,))
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_what_is_no_dataflow_graph_is_refused(case: tuple) -> None:
+    sizes, ops, inputs, outputs, said = case
+    with pytest.raises(ValueError, match=said):
+        Graph(sizes, tuple(Op(*op) for op in ops), inputs=inputs, outputs=outputs)
 
 
 def test_an_input_may_be_an_output_and_nothing_need_be_read() -> None:

@@ -5,14 +5,12 @@ import copy
 import dataclasses
 import json
 import random
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from step_networks import sine_arguments
@@ -167,30 +165,6 @@ def test_a_plan_that_does_not_fit_may_fall_back(plan: Plan) -> None:
 
 
 # Many at once
-
-
-@pytest.mark.parametrize("options", [{}, {"budget": 0.8}, {"on_error": "plain"}], ids=str)
-def test_threads_with_several_shapes_share_a_step(options: dict) -> None:
-    optimized = optimize(step, **options)
-    batches = [X, X[::2], jnp.concatenate([X, X])] * 2
-    start = threading.Barrier(len(batches))
-    results: list[Any] = [None] * len(batches)
-
-    def call(at: int) -> None:
-        start.wait()
-        results[at] = [optimized(PARAMS, batches[at]) for _ in range(2)]
-
-    threads = [threading.Thread(target=call, args=(at,)) for at in range(len(batches))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for batch, both in zip(batches, results, strict=True):
-        for result in both:
-            assert_right(result, batch)
-    plans = [optimized.plan(PARAMS, batch) for batch in batches]
-    assert plans[:3] == plans[3:]
-    assert not any(one.is_plain for one in plans)
 
 
 def test_each_shape_has_a_plan_of_its_own(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """What `explain` says and draws: true figures, true reasons, readable on a terminal."""
 
-import ast
 import sys
 from pathlib import Path
 
@@ -20,7 +19,6 @@ from remat_opt.report.explain import Explanation
 from remat_opt.report.saved import Reason, join_names, reasons_of
 from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 
-PACKAGE = Path(remat_opt.__file__).parent
 WIDEST = 100  # columns
 
 
@@ -260,11 +258,6 @@ def test_a_step_with_nothing_to_gain_says_so() -> None:
     assert sum(line.strip() == "▼" for line in text.split("\n")) == 1
 
 
-def test_neither_text_nor_import_needs_rich(explanation: Explanation, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "rich", None)
-    assert "Saved:" in str(explanation)
-
-
 # Pictures
 
 
@@ -286,13 +279,3 @@ def test_without_matplotlib_the_error_names_the_extra(
     with pytest.raises(ImportError, match=r'pip install "remat_opt\[plot\]"'):
         explanation.save(tmp_path / "picture.png")
     assert not (tmp_path / "picture.png").exists()
-
-
-def test_only_the_pictures_import_matplotlib() -> None:
-    importers = set()
-    for file in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(file.read_text())):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
-            names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
-            importers |= {file.name for name in names if name.partition(".")[0] == "matplotlib"}
-    assert importers == {"pictures.py"}
