@@ -182,17 +182,6 @@ def test_backward_passes_of_earlier_micro_batches_are_no_forward_pass() -> None:
     assert auto(Problem(graph), None).schedule.extra_flops(graph) <= 0.35 * graph.flops
 
 
-def test_what_was_asked_before_changes_no_answer() -> None:
-    for seed in range(4):
-        source = random.Random(seed)
-        graph = training_graph(source, 8)
-        asked = Problem(graph)
-        budgets = budgets_between(asked, NINE)
-        alone = {budget: auto(Problem(graph), budget).schedule for budget in (*budgets, None)}
-        for budget in (*budgets, None, *reversed(budgets)):
-            assert auto(asked, budget).schedule == alone[budget]
-
-
 @settings(max_examples=60)
 @given(graph=training_graphs(), share=st.floats(0, 1))
 def test_filling_keeps_the_budget_and_takes_no_longer(graph: Graph, share: float) -> None:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import pytest
+from checks import assert_close
 from step_networks import sine_arguments
 from step_networks import sine_step as step
 
 from remat_opt import Plan, PlanError, RematWarning, optimize
+from remat_opt.planner.plan import SCHEMA
 
 pytestmark = pytest.mark.short
 
@@ -24,8 +25,7 @@ PARAMS, X = sine_arguments(width=16, layers=6, batch=128)
 
 
 def assert_right(found: Any, x: jax.Array = X) -> None:
-    expected = jax.jit(step)(PARAMS, x)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7), found, expected)
+    assert_close(found, jax.jit(step)(PARAMS, x), atol=1e-7)
 
 
 @pytest.fixture(scope="module")
@@ -87,6 +87,13 @@ def test_a_file_of_something_else_is_refused(content: bytes, tmp_path: Path) -> 
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(PlanError, match="expected"):
         Plan.load(tmp_path / "plan.json")
+
+
+def test_a_file_of_more_or_of_another_schema_is_refused(plan: Plan) -> None:
+    text = plan.to_json()
+    for other in (text + text, f"[{text}]", text.replace(f'"schema": {SCHEMA}', f'"schema": {SCHEMA + 1}')):
+        with pytest.raises(PlanError, match=r"expected .*[Pp]lan again with step\.plan"):
+            Plan.from_json(other)
 
 
 def test_a_file_that_is_not_there_is_an_error_of_the_file_system(tmp_path: Path) -> None:
