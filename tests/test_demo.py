@@ -48,7 +48,14 @@ def figures(ran: Ran) -> dict[str, Any]:
 
 def test_the_json_says_what_ran_and_where(figures: dict[str, Any]) -> None:
     assert figures["schema"] == demo.SCHEMA
-    assert figures["options"] == {"model": "wide_resnet28_2", "batch": 16, "size": 16, "steps": 2, "runs": 1, "budget": None}
+    assert figures["options"] == {
+        "model": "wide_resnet28_2",
+        "batch": 16,
+        "size": 16,
+        "steps": 2,
+        "runs": 1,
+        "budget": None,
+    }
     assert figures["versions"].keys() >= {"python", "remat_opt", "jax", "jaxlib", "flax", "optax"}
     assert figures["device"]["platform"] == "cpu"
     assert figures["parameters"] == PARAMETERS

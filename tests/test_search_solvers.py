@@ -14,7 +14,7 @@ from remat_opt.search import SOLVERS, Problem, Solution
 each_solver = pytest.mark.parametrize("name", SOLVERS)
 # A budget below the least of these asks for the least again; the others have more than one forward pass to spend.
 OF_ONE_LEAST = ("feng_huang", "lower_sets", "milp")
-# Of these less memory may take less time: what they save is made of a chain's sizes, not of the graph's.
+# They model the graph as a chain: what they find for more memory may take more time.
 OF_CHAINS = ("chen", "hong", "rotor")
 SAVING_NOTHING = (85, 253, 850)  # graphs on which a segment was taken for nothing
 

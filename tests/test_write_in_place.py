@@ -19,20 +19,6 @@ from remat_opt.trace import compat
 from remat_opt.trace.inline import inline
 
 
-def test_loops_are_recomputed_whole() -> None:
-    def step(x):
-        a, _ = lax.scan(lambda c, row: (jnp.sin(c @ x), row), x, jnp.arange(3.0))
-        return (a @ x) @ a
-
-    bridge = bridge_of(step, BATCH[0][:3])
-    last = len(bridge.graph.ops) - 1
-    scan = next(index for index, op in enumerate(bridge.graph.ops) if op.name == "scan")
-    runs = (Run(tuple(range(last))), Run((scan,), recomputed=True), Run((last,)))
-    jaxpr = jaxpr_of(bridge, Schedule(runs))
-    assert names_of(jaxpr, inside=True).count("scan") == 2
-    np.testing.assert_allclose(written(bridge, Schedule(runs))(BATCH[0][:3])[0], step(BATCH[0][:3]), rtol=1e-6)
-
-
 def test_an_update_in_place_waits_for_the_last_reader_of_the_old_weight() -> None:
     barrier = compat.barrier_p.name
     plain = [bridge_of(momentum_step, *mlp_state(), *BATCH, donated=count) for count in (0, 2)]
