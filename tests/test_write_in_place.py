@@ -8,13 +8,13 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives
 from test_write import BATCH, WIDTHS, mlp_state, momentum_step
-from written_programs import RATES, bridge_of, jaxpr_of, names_of, outline, written
+from written_programs import RATES, bridge_of, jaxpr_of, names_of, outline
 
 from remat_opt.emit.train_step import write
 from remat_opt.graph.build import build
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import Run, Schedule, save_everything
+from remat_opt.graph.schedule import save_everything
 from remat_opt.trace import compat
 from remat_opt.trace.inline import inline
 
