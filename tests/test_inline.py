@@ -12,9 +12,9 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from written_programs import evaluate
 
-from remat_opt.trace import compat
-from remat_opt.trace.inline import Constant, Equation, Program, inline
+from remat_opt.trace.inline import Equation, Program, inline
 
 pytestmark = pytest.mark.short
 
@@ -31,19 +31,6 @@ X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 def inlined(fun: Callable, *arguments: Any, **options: Any) -> Program:
     return inline(jax.make_jaxpr(fun)(*arguments), **options)
-
-
-def evaluate(program: Program, *arguments: Any) -> list[Any]:
-    """One equation after the other."""
-    environment = dict(zip(program.inputs, jax.tree.leaves(arguments), strict=True)) | dict(program.constants)
-
-    def read(atom: int | Constant) -> Any:
-        return atom.value if isinstance(atom, Constant) else environment[atom]
-
-    for equation in program.equations:
-        results = compat.bind_equation(equation.primitive, equation.params, list(map(read, equation.inputs)))
-        environment.update(zip(equation.outputs, results, strict=True))
-    return list(map(read, program.outputs))
 
 
 def names(program: Program) -> list[str]:
@@ -91,11 +78,6 @@ def nested(x):
 )
 def test_nested_calls_are_flattened_and_compute_the_same(fun: Callable) -> None:
     assert_flat_and_equal(fun, X)
-
-
-def test_a_custom_rule_is_the_one_that_differentiation_took() -> None:
-    program = inlined(jax.grad(lambda x: halved(x)), 1.0)
-    np.testing.assert_allclose(evaluate(program, 1.0), [0.5 * np.cos(1.0)], rtol=1e-6)
 
 
 def test_operands_and_results_of_a_call_find_their_places() -> None:
@@ -230,11 +212,6 @@ def test_prints_stay_once_each_and_in_order(capfd) -> None:
     assert capfd.readouterr().out.split("\n")[:4] == ["first 1.0", "second 1.0", "second 1.0", "third"]
 
 
-def test_what_an_effect_reads_is_kept() -> None:
-    program = inlined(lambda x: jax.debug.print("{}", jnp.exp(x)), 1.0)
-    assert names(program)[0] == "exp"
-
-
 def test_random_state_of_the_device_is_drawn_twice() -> None:
     def fun(low, high):
         draw = primitives.rng_uniform_p.bind
@@ -305,14 +282,6 @@ def test_name_stacks_keep_the_outer_names() -> None:
 def test_transformations_stay_in_the_name_stack() -> None:
     program = inlined(jax.grad(lambda x: jnp.sum(jax.jit(jnp.sin)(x))), X)
     assert any("transpose" in stack_of(equation) for equation in program.equations)
-
-
-def test_inlining_a_flat_program_changes_nothing() -> None:
-    def flat(x):
-        return jnp.sin(x) * 2.0, lax.dot(x, x.T)
-
-    jaxpr = jax.make_jaxpr(flat)(X)
-    assert names(inline(jaxpr)) == [equation.primitive.name for equation in jaxpr.jaxpr.eqns]
 
 
 def test_the_reversal_of_a_1x1_kernel_is_nothing() -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import primitives
+from written_programs import evaluate
 
 from remat_opt.rewrites.masks import mask_by_outputs
-from remat_opt.trace import compat
 from remat_opt.trace.inline import Constant, Program, inline
 
 pytestmark = pytest.mark.short
@@ -51,18 +51,6 @@ def masks_of_outputs(program: Program) -> list[bool]:
     made = {value: equation.primitive for equation in program.equations for value in equation.outputs}
     asked = [e.inputs[0] for e in program.equations if e.primitive is primitives.gt_p]
     return [not isinstance(x, Constant) and made.get(x) is primitives.max_p for x in asked]
-
-
-def evaluate(program: Program, *arguments):
-    environment = dict(zip(program.inputs, arguments, strict=True)) | dict(program.constants)
-
-    def read(atom):
-        return atom.value if isinstance(atom, Constant) else environment[atom]
-
-    for equation in program.equations:
-        results = compat.bind_equation(equation.primitive, equation.params, list(map(read, equation.inputs)))
-        environment.update(zip(equation.outputs, results, strict=True))
-    return list(map(read, program.outputs))
 
 
 @pytest.mark.parametrize(

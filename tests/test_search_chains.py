@@ -125,15 +125,6 @@ def test_rotor_is_the_least_of_all_persistent_schedules(seed: int) -> None:
             assert live <= memory
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_more_memory_never_takes_more_time(seed: int) -> None:
-    stages = random_stages(random.Random(seed), most=10)
-    found = [rotor.optimal_sequence(stages, memory) for memory in range(60)]
-    seconds = [math.inf if one is None else one[0] for one in found]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] == sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
-
-
 def test_a_nested_sequence_by_hand() -> None:
     # Unit stages whose backward needs their one intermediate value beside their input.
     stages = [ChainStage(1.0, 1.0, 1, 1)] * 4

@@ -129,10 +129,6 @@ def test_seconds_that_have_no_common_divisor_are_rounded() -> None:
         assert seconds <= min(fitting) + 0.05 * sum(task.seconds)
 
 
-def test_lower_sets_of_a_chain_are_its_beginnings() -> None:
-    assert all_lower_sets([[], [0], [1]], 100) == [0b000, 0b001, 0b011, 0b111]
-
-
 def test_lower_sets_of_two_branches() -> None:
     assert all_lower_sets([[], [0], [0], [1, 2]], 100) == [0, 0b1, 0b11, 0b101, 0b111, 0b1111]
     assert all_lower_sets([[]] * 20, 1000) is None
