@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-import step_networks as networks
 from checks import checkpoints_in, temp_bytes
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
+from step_networks import sine_arguments, step_with
 
 from remat_opt import RematWarning, optimize
 
@@ -40,19 +40,11 @@ def doubled(x: jax.Array) -> jax.Array:
 doubled.defvjp(lambda x: (doubled(x), jnp.cos(x)), lambda cosine, cotangent: (2 * cosine * cotangent,))
 
 
+X = sine_arguments(WIDTH, LAYERS, BATCH)[1]
+
+
 def new_params() -> Any:
-    return networks.mlp_params(np.random.default_rng(0), [WIDTH] * (LAYERS + 1))
-
-
-X = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, WIDTH)), jnp.float32)
-
-
-def step_with(activation: Callable[[jax.Array], jax.Array]) -> Callable[..., tuple[Any, jax.Array]]:
-    def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        value, grads = jax.value_and_grad(lambda params: jnp.mean(networks.mlp(params, x, activation) ** 2))(params)
-        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
-
-    return step
+    return sine_arguments(WIDTH, LAYERS, BATCH)[0]
 
 
 STEPS = {"sin": step_with(jnp.sin), "custom_jvp": step_with(tripled), "custom_vjp": step_with(doubled)}

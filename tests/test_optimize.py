@@ -26,11 +26,12 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 
+X = networks.sine_arguments(WIDTH, LAYERS, BATCH)[1]
+step = networks.step_with(jnp.sin)
+
+
 def new_params() -> Any:
-    return networks.mlp_params(np.random.default_rng(0), [WIDTH] * (LAYERS + 1))
-
-
-X = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, WIDTH)), jnp.float32)
+    return networks.sine_arguments(WIDTH, LAYERS, BATCH)[0]
 
 
 def loss(params: Any, x: jax.Array) -> jax.Array:
@@ -39,12 +40,6 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 def descend(params: Any, grads: Any) -> Any:
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-
-def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-    """One step of gradient descent."""
-    value, grads = jax.value_and_grad(loss)(params, x)
-    return descend(params, grads), value
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-import step_networks as networks
 from checks import assert_close
 from jax.extend.core import primitives
+from step_networks import sine_arguments, step_with
+from step_networks import sine_step as step
 
 from remat_opt import Plan, PlanError, RematWarning, optimize
 from remat_opt.planner.plan import SCHEMA
@@ -24,23 +24,7 @@ pytestmark = pytest.mark.short
 WIDTH, LAYERS, BATCH = 32, 8, 256
 
 
-def params_of(layers: int = LAYERS) -> Any:
-    return networks.mlp_params(np.random.default_rng(0), [WIDTH] * (layers + 1))
-
-
-PARAMS = params_of()
-X = jnp.asarray(np.random.default_rng(1).normal(size=(BATCH, WIDTH)), jnp.float32)
-
-
-def step_with(activation: Callable, rate: float = 0.1) -> Callable:
-    def step(params: Any, x: jax.Array) -> tuple[Any, jax.Array]:
-        value, grads = jax.value_and_grad(lambda params: jnp.mean(networks.mlp(params, x, activation) ** 2))(params)
-        return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
-
-    return step
-
-
-step = step_with(jnp.sin)
+PARAMS, X = sine_arguments(WIDTH, LAYERS, BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -133,7 +117,7 @@ def test_a_plan_and_a_budget_exclude_each_other(plan: Plan) -> None:
     [
         (step, (PARAMS, X[::2]), rf"input {2 * LAYERS} is float32\[{BATCH}, {WIDTH}\].*float32\[{BATCH // 2}, {WIDTH}"),
         (step, (PARAMS, X.astype(jnp.bfloat16)), rf"input {2 * LAYERS} is float32.*bfloat16"),
-        (step, (params_of(LAYERS + 1), X), rf"{2 * LAYERS + 1} input arrays.*{2 * LAYERS + 3}"),
+        (step, (sine_arguments(WIDTH, LAYERS + 1, BATCH)[0], X), rf"{2 * LAYERS + 1} input arrays.*{2 * LAYERS + 3}"),
         (lambda params, x: (*step(params, x), x + 1), (PARAMS, X), r"equations"),
         (step_with(jnp.cos), (PARAMS, X), r"operation|equations"),
         (step_with(jnp.sin, rate=0.2), (PARAMS, X), r"operation"),

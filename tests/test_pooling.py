@@ -16,10 +16,10 @@ from remat_opt.emit.train_step import write
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import save_everything
-from remat_opt.rewrites.pooling import by_places, without_scatter
+from remat_opt.rewrites.pooling import without_scatter
 from remat_opt.targets import measure_flat
 from remat_opt.trace import compat
-from remat_opt.trace.inline import Equation, inline
+from remat_opt.trace.inline import Equation, Program, inline
 from remat_opt.trace.pool_parts import PLACES, places_of, spread
 
 RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
@@ -86,6 +86,23 @@ def test_min_pooling_and_integers_are_searched_in_their_own_order() -> None:
     np.testing.assert_array_equal(in_two_parts(g, x, scatter_in(fun, x, g).params), fun(x, g))
 
 
+IMAGE = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
+
+
+def as_a_gpu_gets_it(fun, *arguments) -> Program:
+    """The program that is written for a GPU, which gives the bits of the function."""
+    bridge = build(inline(jax.make_jaxpr(fun)(*arguments)), RATES, platform="cuda")
+    found = jax.jit(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(*arguments)
+    for one, other in zip(found, jax.tree.leaves(jax.jit(fun)(*arguments)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    return bridge.program
+
+
+def is_rectified(program: Program) -> bool:
+    (places,) = [one for one in program.equations if one.primitive is PLACES]
+    return places.params["rectified"]
+
+
 def rectified_backward(window: int, stride: int, padding: str):
     def fun(x, cotangent):
         return jax.vjp(lambda x: max_pool(jax.nn.relu(x), window, stride, padding), x)[1](cotangent)[0]
@@ -106,13 +123,9 @@ def test_a_rectifiers_gradient_is_the_same_to_the_bit_without_its_mask(
     pooled = jax.eval_shape(lambda x: max_pool(x, window, stride, padding), x)
     cotangent = jnp.asarray(rng.normal(size=pooled.shape), jnp.float32)
     fun = rectified_backward(window, stride, padding)
-    program = inline(jax.make_jaxpr(fun)(x, cotangent))
-    bridge = build(program, RATES, platform="cuda")
-    (places,) = [one for one in bridge.program.equations if one.primitive is PLACES]
-    assert places.params["rectified"]
-    assert not any(one.primitive is primitives.gt_p for one in bridge.program.equations)
-    found = jax.jit(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(x, cotangent)
-    np.testing.assert_array_equal(found[0], jax.jit(fun)(x, cotangent))
+    program = as_a_gpu_gets_it(fun, x, cotangent)
+    assert is_rectified(program)
+    assert not any(one.primitive is primitives.gt_p for one in program.equations)
 
 
 def pooled_and_more(x):
@@ -131,13 +144,7 @@ def least_pooled(x):
 
 @pytest.mark.parametrize("loss", [pooled_and_more, pooled_sevenths, least_pooled])
 def test_masks_that_others_need_or_of_other_rectifiers_stay(loss) -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
-    program = by_places(inline(jax.make_jaxpr(jax.grad(loss))(x)), "cuda")
-    (places,) = [one for one in program.equations if one.primitive is PLACES]
-    assert not places.params["rectified"]
-    bridge = build(program, RATES, platform="cuda")
-    (found,) = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
-    np.testing.assert_array_equal(found, jax.jit(jax.grad(loss))(x))
+    assert not is_rectified(as_a_gpu_gets_it(jax.grad(loss), IMAGE))
 
 
 def relu(x):
@@ -171,12 +178,7 @@ NEARLY_RECTIFIERS = {
 def test_what_only_looks_like_a_rectifier_keeps_its_gradient(name: str) -> None:
     forward, backward, rectified = NEARLY_RECTIFIERS[name]
     loss = lambda x: max_pool(with_gradient(forward, backward)(x), 2, 2, "VALID").sum()  # noqa: E731
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
-    bridge = build(inline(jax.make_jaxpr(jax.grad(loss))(x)), RATES, platform="cuda")
-    (places,) = [one for one in bridge.program.equations if one.primitive is PLACES]
-    assert places.params["rectified"] == rectified
-    (found,) = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
-    np.testing.assert_array_equal(found, jax.jit(jax.grad(loss))(x))
+    assert is_rectified(as_a_gpu_gets_it(jax.grad(loss), IMAGE)) == rectified
 
 
 def test_the_gradient_behind_a_pool_may_be_a_result_of_the_step() -> None:
@@ -186,11 +188,7 @@ def test_the_gradient_behind_a_pool_may_be_a_result_of_the_step() -> None:
         (of_rectified,) = unpool(pooled)
         return of_rectified, masked(x, of_rectified)
 
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
-    bridge = build(inline(jax.make_jaxpr(with_both_gradients)(x)), RATES, platform="cuda")
-    found = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
-    for one, other in zip(found, jax.jit(with_both_gradients)(x), strict=True):
-        np.testing.assert_array_equal(one, other)
+    as_a_gpu_gets_it(with_both_gradients, IMAGE)
 
 
 def test_places_are_read_behind_one_barrier_with_what_was_pooled() -> None:
