@@ -4,8 +4,7 @@ import functools
 from typing import Any
 
 import jax
-from smaller_steps import smaller_case
-from training_steps import STEPS
+from training_steps import STEPS, smaller_case
 
 from remat_opt.examples import EXAMPLES, make_example
 from remat_opt.graph.build import build
@@ -27,7 +26,7 @@ def graph_of(name: str, target: str = "h200", *, small: bool = False) -> Graph:
     """The graph of a step, its state donated, with a target's costs.
 
     Args:
-        name: of `smaller_steps`, or of an example.
+        name: of `training_steps.SMALLER`, or of an example.
         target: whose costs.
         small: whether it is the example's small twin.
     """

@@ -13,7 +13,6 @@ from step_graphs import NETWORKS, PLAIN_STEPS, TWINS, graph_of
 
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import save_everything
 from remat_opt.search import SOLVERS, Problem, Solution, milp, search_of
 from remat_opt.search.auto import Search
 from remat_opt.search.drop_recomputation import fill
@@ -157,14 +156,6 @@ def test_the_gaps_of_a_frontier_are_filled(monkeypatch) -> None:
     assert all(after <= before for before, after in seconds)
     before, after = map(sum, zip(*seconds, strict=True))
     assert after < 0.97 * before
-
-
-@given(training_graphs())
-def test_saving_everything_is_the_identity(graph: Graph) -> None:
-    assert save_everything(graph).order == tuple(range(len(graph.ops)))
-    problem = Problem(graph)
-    assert auto(problem, problem.plain.peak).schedule.order == problem.order
-    assert not auto(problem, problem.plain.peak).schedule.recomputed
 
 
 @settings(max_examples=30)

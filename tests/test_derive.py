@@ -47,11 +47,6 @@ def test_saving_every_value_is_the_identity(drawn: tuple[Graph, Choice]) -> None
     assert schedule_of(graph, everything) == save_everything(graph)
 
 
-def test_one_segment_is_recomputed_whole_at_the_first_read_after_the_boundary() -> None:
-    choice = Choice(frozenset({5}), boundaries=(5,))
-    assert schedule_of(CHAIN, choice).runs == (Run((0, 1, 2, 3, 4)), recompute(0, 1, 2, 3), Run((5, 6, 7, 8)))
-
-
 def test_two_segments_are_recomputed_last_first_from_what_is_saved_between() -> None:
     choice = Choice(frozenset({2, 5}), boundaries=(5,), cuts=(2,))
     assert schedule_of(CHAIN, choice).runs == (
@@ -61,11 +56,6 @@ def test_two_segments_are_recomputed_last_first_from_what_is_saved_between() -> 
         recompute(0),  # op 7 reads values 2 and 1: op 1 makes the saved one, and runs once
         Run((7, 8)),
     )
-
-
-def test_segments_after_the_boundary_are_not_recomputed() -> None:
-    choice = Choice(frozenset({2}), boundaries=(2,))
-    assert schedule_of(CHAIN, choice).runs == (Run(tuple(range(7))), recompute(0), Run((7, 8)))
 
 
 def test_what_a_segment_needs_of_another_is_made_with_it_but_not_held_for_the_other() -> None:
@@ -111,34 +101,6 @@ def test_a_repeat_reads_what_another_repeat_has_left() -> None:
     graph = sketch.graph(sketch.op(d, b, size=1))
     choice = Choice(frozenset({c}), boundaries=(3,), cuts=(1,))
     assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), recompute(0), Run((3,)), recompute(1), Run((4,)))
-
-
-def test_what_the_step_returns_is_there_and_not_recomputed() -> None:
-    sketch = Sketch()
-    a = sketch.op(size=1)
-    b = sketch.op(a, size=1)
-    graph = sketch.graph(sketch.op(a, b, size=1), b)
-    assert schedule_of(graph, Choice(boundaries=(2,))).runs == (Run((0, 1)), recompute(0), Run((2,)))
-
-
-def test_results_of_an_op_that_may_not_run_twice_are_kept() -> None:
-    sketch = Sketch()
-    a = sketch.op(size=1)
-    mask = sketch.op(a, size=1, repeatable=False)
-    b = sketch.op(mask, size=1)
-    loss = sketch.op(b, size=1)
-    graph = sketch.graph(sketch.op(loss, a, mask, b, size=1))
-    choice = Choice(frozenset({loss}), boundaries=(4,))
-    assert schedule_of(graph, choice).runs == (Run((0, 1, 2, 3)), recompute(0, 2), Run((4,)))
-
-
-def test_the_order_of_first_runs_is_the_given_one() -> None:
-    sketch = Sketch()
-    a, b = sketch.op(size=1), sketch.op(size=1)
-    c = sketch.op(a, b, size=1)
-    graph = sketch.graph(c)
-    schedule = derive(graph, Choice(boundaries=(2,)), (1, 0, 2))
-    assert schedule.runs == (Run((1, 0)), recompute(1, 0), Run((2,)))
 
 
 def moments(graph: Graph, choice: Choice, order: tuple[int, ...]) -> list[tuple[int, int, bool]]:

@@ -15,7 +15,6 @@ from jax.experimental import checkify, io_callback
 from jax.extend.core import primitives
 
 from remat_opt import RematWarning, optimize
-from remat_opt.trace.effects import is_stateful
 
 pytestmark = pytest.mark.short
 
@@ -159,17 +158,6 @@ def test_callbacks_run_as_often_as_before_and_in_order(name: str, place: str) ->
     np.testing.assert_allclose(*([value for _, value in one] for one in in_order), rtol=1e-5, atol=1e-6)
     if place in ("flat", "in_a_rule"):
         assert not optimized.plan(W, X).is_plain
-
-
-@pytest.mark.parametrize("name", EFFECTS)
-def test_no_effect_stands_in_a_recomputed_segment(name: str) -> None:
-    optimized = optimize(step_with(EFFECTS[name], flat), verify=False)
-    segments = segments_of(optimized, W, X)
-    assert segments
-    for segment in segments:
-        for equation in equations_in(segment.params["jaxpr"]):
-            assert not equation.effects
-            assert not is_stateful(equation.primitive, equation.params)
 
 
 # checkify

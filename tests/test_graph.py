@@ -51,12 +51,6 @@ def test_an_input_may_be_an_output_and_nothing_need_be_read() -> None:
     assert graph.users == ((), ())
 
 
-def test_producer_and_users_of_a_diamond() -> None:
-    graph = diamond()
-    assert graph.producer == (-1, 0, 1, 2, 3)
-    assert graph.users == ((0,), (1, 2), (3,), (3,), ())  # b is read twice by one op: one user
-
-
 def test_flops_and_seconds_add_up_over_the_ops() -> None:
     assert (diamond().flops, diamond().seconds) == (1111, 1111)
 

@@ -22,7 +22,7 @@ import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import remat_opt
 from tests import meshes
-from tests.smaller_steps import smaller_case
+from tests.training_steps import smaller_case
 from tests.timeless import planned
 
 state = jax.eval_shape(meshes.new_state)
