@@ -54,18 +54,9 @@ EXACT_PARAMETERS = {
 
 # One of each family. The others are traced.
 TRAINED = [
-    "inception_v3",
-    "darts",
-    "resnet1001",
-    "wide_resnet28_2",
-    "randwire_small",
-    "unet",
-    "vit_b16",
-    "gpt2_scan",
-    "dynamicconv_iwslt",
-    "lstm",
-    "lstm_scan",
-]
+    "inception_v3", "darts", "resnet1001", "wide_resnet28_2", "randwire_small", "unet", "vit_b16", "gpt2_scan",
+    "dynamicconv_iwslt", "lstm", "lstm_scan",
+]  # fmt: skip
 BLOCKS = {  # `nn.remat` regions in the small twins
     "inception_v3": 6,
     "darts": 3,

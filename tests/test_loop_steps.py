@@ -226,7 +226,8 @@ def test_a_step_with_loops_inside_other_transforms():
     for transform in (jax.grad, lambda fun: jax.vmap(fun, in_axes=(None, 0))):
         arguments = (state[0], xs) if transform is jax.grad else (state[0], batches)
         one, other = (
-            transform(lambda p, xs, fun=fun: loss_of(fun)((p, state[1]), xs))(*arguments) for fun in (step, optimized)
+            transform(lambda p, xs, fun=fun: loss_of(fun)((p, state[1]), xs))(*arguments)
+            for fun in (jax.jit(step), optimized)
         )
         jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-7), one, other)
 
