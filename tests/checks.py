@@ -1,5 +1,6 @@
 """What many tests look at: values of trees, memory of compiled steps, equations of jaxprs, what a child prints."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from remat_opt import Plan
 from remat_opt.trace import compat
 
 TESTS = Path(__file__).parent
@@ -62,3 +64,10 @@ def printed(program: str, *arguments: str, **environment: str) -> str:
     )
     assert child.returncode == 0, child.stderr[-3000:]
     return child.stdout
+
+
+def planned(plan: Plan) -> str:
+    """A plan's text without the seconds that compiling took, for comparing plans of several processes."""
+    figures = {name: getattr(plan, name) for name in ("measured", "plain_measured")}
+    timeless = {name: found and dataclasses.replace(found, compile_seconds=0.0) for name, found in figures.items()}
+    return dataclasses.replace(plan, **timeless).to_json()

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import remat_opt
 from remat_opt.planner import processes as pods
 from remat_opt.search import Problem, Solution
-from tests.timeless import planned
+from tests.checks import planned
 
 P = PartitionSpec
 LAYERS, WIDTH, BATCH = 4, 16, 512

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -78,17 +79,6 @@ def nested(x):
 )
 def test_nested_calls_are_flattened_and_compute_the_same(fun: Callable) -> None:
     assert_flat_and_equal(fun, X)
-
-
-def test_operands_and_results_of_a_call_find_their_places() -> None:
-    swap = jax.jit(lambda a, b, c: (c, a, 2.0, b - a))
-    assert_flat_and_equal(lambda a, b, c: [swap(a, b, c), swap(c, a, b)[::-1]], 1.0, 20.0, 300.0)
-
-
-def test_an_argument_may_be_returned_and_a_number_too() -> None:
-    program = inlined(lambda x, y: (y, 3.0, x, y), 1.0, 2.0)
-    assert program.equations == ()
-    assert evaluate(program, 1.0, 2.0) == [2.0, 3.0, 1.0, 2.0]
 
 
 def mlp_step(wrap: Callable) -> Callable:
@@ -169,31 +159,46 @@ def test_equal_equations_are_one_and_different_ones_are_not() -> None:
     assert names(program).count("mul") == 3
 
 
-def test_operands_in_another_order_are_others() -> None:
-    program = assert_flat_and_equal(lambda x, y: (x - y, y - x, x - y), 1.0, 5.0)
-    assert names(program) == ["sub", "sub"]
+SWAP = jax.jit(lambda a, b, c: (c, a, 2.0, b - a))
 
 
-def test_zeros_of_other_signs_are_not_merged() -> None:
-    program = inlined(lambda x: (x / 0.0, x / -0.0), 1.0)
-    assert evaluate(program, 1.0) == [np.inf, -np.inf]
+def with_unwanted_results(x: jax.Array) -> jax.Array:
+    jnp.exp(x).sum()
+    kept, _ = jax.jit(lambda y: (jnp.sin(y), jnp.cos(jnp.tan(y))))(x)
+    return kept
 
 
-def test_random_numbers_are_merged_by_their_key() -> None:
-    def fun(key, other):
+def padded(x: jax.Array) -> jax.Array:
+    """By nothing, and by something."""
+    return lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 0))) + lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0)))
+
+
+FUNCTIONS = {
+    "places of operands and results": (
+        lambda a, b, c: [SWAP(a, b, c), SWAP(c, a, b)[::-1]], (1.0, 20.0, 300.0), ["sub", "sub"]
+    ),
+    "arguments and a number are returned": (lambda x, y: (y, 3.0, x, y), (1.0, 2.0), []),
+    "operands in another order": (lambda x, y: (x - y, y - x, x - y), (1.0, 5.0), ["sub", "sub"]),
+    "zeros of other signs": (lambda x: (x / 0.0, x / -0.0), (jnp.float32(1),), ["div", "div"]),
+    "nobody wants it": (with_unwanted_results, (X,), ["sin"]),
+    "a pad by nothing": (padded, (X,), ["pad", "add"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_what_is_merged_and_what_is_not(case: tuple) -> None:
+    fun, arguments, expected = case
+    assert names(assert_flat_and_equal(fun, *arguments)) == expected
+
+
+def test_random_numbers_are_merged_by_their_key_and_those_of_the_device_are_not() -> None:
+    def by_key(key: jax.Array, other: jax.Array) -> list[jax.Array]:
         return [jax.random.normal(k, (2,)) for k in (key, other, key)]
 
-    program = assert_flat_and_equal(fun, jax.random.key(0), jax.random.key(1))
+    program = assert_flat_and_equal(by_key, jax.random.key(0), jax.random.key(1))
     assert names(program).count("random_bits") == 2
-
-
-def test_results_that_nobody_wants_are_not_computed() -> None:
-    def fun(x):
-        jnp.exp(x).sum()
-        kept, _ = jax.jit(lambda y: (jnp.sin(y), jnp.cos(jnp.tan(y))))(x)
-        return kept
-
-    assert names(inlined(fun, X)) == ["sin"]
+    draw = partial(primitives.rng_uniform_p.bind, shape=(2,))
+    assert len(inlined(lambda low, high: (draw(low, high), draw(low, high)), 0.0, 1.0).equations) == 2
 
 
 def test_prints_stay_once_each_and_in_order(capfd) -> None:
@@ -210,14 +215,6 @@ def test_prints_stay_once_each_and_in_order(capfd) -> None:
     evaluate(program, 1.0)
     jax.effects_barrier()
     assert capfd.readouterr().out.split("\n")[:4] == ["first 1.0", "second 1.0", "second 1.0", "third"]
-
-
-def test_random_state_of_the_device_is_drawn_twice() -> None:
-    def fun(low, high):
-        draw = primitives.rng_uniform_p.bind
-        return draw(low, high, shape=(2,)), draw(low, high, shape=(2,))
-
-    assert len(inlined(fun, 0.0, 1.0).equations) == 2
 
 
 def test_arrays_of_the_closure_are_bound_once() -> None:
@@ -297,13 +294,6 @@ def test_the_reversal_of_a_1x1_kernel_is_nothing() -> None:
     assert "rev" in str(jax.make_jaxpr(gradients)(kernel))
     assert "rev" not in names(assert_flat_and_equal(gradients, kernel))
     assert "rev" in names(assert_flat_and_equal(gradients, jnp.ones((3, 3, 3, 2))))
-
-
-def test_a_pad_by_nothing_is_nothing() -> None:
-    def padded(x: jax.Array) -> jax.Array:
-        return lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 0))) + lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0)))
-
-    assert names(assert_flat_and_equal(padded, X)) == ["pad", "add"]
 
 
 def test_pieces_of_an_array_are_taken_apart_one_by_one() -> None:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import remat_opt
 from tests import meshes
 from tests.training_steps import smaller_case
-from tests.timeless import planned
+from tests.checks import planned
 
 state = jax.eval_shape(meshes.new_state)
 mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
