@@ -22,6 +22,26 @@ def test_first_chunks_may_need_what_later_ones_are_done_with():
     assert divide(6, kinds, last, 1, [2], 2) == [None]
 
 
+def test_another_kind_has_to_save_what_it_costs():
+    kinds = [ChunkKind(2, frozenset(), 8, 1.0), ChunkKind(1, frozenset(), 2, 3.0)]
+    last = [LastChunk(frozenset(), 1, 4, 0.0, 0.0)]
+    (cheap,) = divide(6, kinds, last, 1, [9], 2, group_flops=1.0)
+    assert len(cheap.earlier) == 2
+    (dear,) = divide(6, kinds, last, 1, [9], 2, group_flops=6.0)
+    assert len(dear.earlier) == 1
+
+
+def test_no_more_groups_than_asked_for():
+    """A first chunk of a third kind would take one FLOP less."""
+    kinds = [ChunkKind(2, frozenset({0}), 12, 4.0), ChunkKind(1, frozenset({1}), 4, 9.0)]
+    kinds.append(ChunkKind(2, frozenset({2}), 14, 3.0))
+    last = [LastChunk(frozenset(), 4, 2, 0.0, 5.0)]
+    (two,), (three,) = (divide(13, kinds, last, 1, [15], most_groups) for most_groups in (2, 3))
+    assert [(chunks.number, *chunks.in_chunk) for chunks in two.earlier] == [(3, 0), (4, 1)]
+    assert [(chunks.number, *chunks.in_chunk) for chunks in three.earlier] == [(1, 2), (2, 0), (4, 1)]
+    assert (two.flops, three.flops) == (58.0, 57.0)
+
+
 @pytest.mark.parametrize("length", [MOST_UNITS, MOST_UNITS + 1, 4096])
 def test_long_loops_are_divided_in_units(length):
     unit = unit_of(length)

@@ -8,10 +8,8 @@ import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from checks import checkpoints_in, temp_bytes
-from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from step_networks import sine_arguments, step_with
 
@@ -218,53 +216,6 @@ def test_an_optimised_function_can_be_optimised_with_what_is_around_it() -> None
     outer = optimize(jax.jit(lambda params, x: inner(params, x)))
     assert_close(outer(new_params(), X), step(new_params(), X))
     assert temp_bytes(outer, new_params(), X) <= 0.7 * temp_bytes(jax.jit(step), new_params(), X)
-
-
-# Modules whose updates a jax.jit would drop
-
-
-class Net(nnx.Module):
-    def __init__(self, rngs: nnx.Rngs) -> None:
-        self.layers = nnx.List([nnx.Linear(WIDTH, WIDTH, rngs=rngs) for _ in range(LAYERS)])
-        self.calls = nnx.BatchStat(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        self.calls[...] += 1
-        for layer in self.layers:
-            x = jnp.sin(layer(x))
-        return x
-
-
-def nnx_step(model: Net, optimizer: nnx.Optimizer, x: jax.Array) -> jax.Array:
-    value, grads = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
-    optimizer.update(model, grads)
-    return value
-
-
-def nnx_state_after(fun: Callable) -> Any:
-    model = Net(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
-    values = [fun(model, optimizer, X) for _ in range(2)]
-    return nnx.to_pure_dict(nnx.state((model, optimizer))), values
-
-
-@pytest.mark.parametrize("given", [nnx_step, nnx.jit(nnx_step)], ids=["plain", "nnx.jit"])
-def test_updates_of_modules_come_out_of_an_outer_nnx_transform(given: Callable) -> None:
-    optimized = optimize(given)
-    expected = nnx_state_after(nnx.jit(nnx_step))
-    assert_close(nnx_state_after(nnx.jit(lambda model, optimizer, x: optimized(model, optimizer, x))), expected)
-    assert_close(nnx_state_after(optimized), expected)
-
-
-@pytest.mark.parametrize("given", [nnx_step, nnx.jit(nnx_step)], ids=["plain", "nnx.jit"])
-def test_modules_that_share_weights(given: Callable) -> None:
-    def after(fun: Callable) -> Any:
-        model = Net(nnx.Rngs(0))
-        model.layers[1].kernel = model.layers[0].kernel
-        optimizer = nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param)
-        return fun(model, optimizer, X), nnx.to_pure_dict(nnx.state((model, optimizer)))
-
-    assert_close(after(optimize(given)), after(nnx.jit(nnx_step)))
 
 
 def test_an_equinox_step_inside_another_filter_jit() -> None:
