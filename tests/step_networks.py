@@ -39,9 +39,10 @@ def mlp(params: Params, x: jax.Array, activation: Activation = jnp.tanh) -> jax.
 
 
 def step_with(activation: Activation, rate: float = 0.1) -> Callable[[Params, jax.Array], tuple[Params, jax.Array]]:
-    """A step of gradient descent of an `mlp`."""
+    """A step of an `mlp`."""
 
     def step(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
+        """One step of gradient descent."""
         value, grads = jax.value_and_grad(lambda params: jnp.mean(mlp(params, x, activation) ** 2))(params)
         return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
 
