@@ -130,20 +130,16 @@ def test_other_methods_and_their_options(x: jax.Array) -> None:
 
 
 def test_as_a_decorator_of_a_method(x: jax.Array) -> None:
-    class Decorated(nn.Module):
-        @remat_opt.linen.remat
-        @nn.compact
-        def __call__(self, x):
-            for _ in range(4):
-                x = nn.relu(nn.Dense(8)(x))
-            return x.mean()
+    def layers(self: nn.Module, x: jax.Array) -> jax.Array:
+        for _ in range(4):
+            x = nn.relu(nn.Dense(8)(x))
+        return x.mean()
 
     class Plain(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _ in range(4):
-                x = nn.relu(nn.Dense(8)(x))
-            return x.mean()
+        __call__ = nn.compact(layers)
+
+    class Decorated(nn.Module):
+        __call__ = remat_opt.linen.remat(nn.compact(layers))
 
     variables = Plain().init(jax.random.key(0), x)
     ours, plain = (jax.jit(jax.grad(lambda v, m=m: m.apply(v, x)))(variables) for m in (Decorated(), Plain()))

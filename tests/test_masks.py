@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import primitives
+from step_networks import conv
 from written_programs import evaluate
 
 from remat_opt.rewrites.masks import mask_by_outputs
@@ -18,10 +19,6 @@ pytestmark = pytest.mark.short
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
 KERNEL = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, 3, 3)), jnp.float32)
 BIAS = jnp.zeros(3)
-
-
-def conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def with_bias(kernel, bias):

@@ -10,6 +10,7 @@ import pytest
 from flop_walk import flops_of
 from jax import lax
 from jax.extend.core import primitives
+from step_networks import conv
 
 from remat_opt import Plan, optimize
 from remat_opt.emit.train_step import write
@@ -253,9 +254,7 @@ IMAGES = jax.ShapeDtypeStruct((16, 56, 56, 64), jnp.float32)
 
 def pooling_step(kernel, images):
     def loss(kernel):
-        x = jax.nn.relu(
-            lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + 1.0
-        )
+        x = jax.nn.relu(conv(images, kernel) + 1.0)
         return (max_pool(x, 2, 2, "VALID") ** 2).mean()
 
     return kernel - 0.1 * jax.grad(loss)(kernel)
@@ -265,9 +264,7 @@ def deep_pooling_step(kernels, images):
     def loss(kernels):
         x = images
         for kernel in kernels:
-            numbers = ("NHWC", "HWIO", "NHWC")
-            x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers) + 1.0)
-            x = max_pool(x, 2, 2, "VALID")
+            x = max_pool(jax.nn.relu(conv(x, kernel) + 1.0), 2, 2, "VALID")
         return (x**2).mean()
 
     return jax.tree.map(lambda kernel, gradient: kernel - 0.1 * gradient, kernels, jax.grad(loss)(kernels))
