@@ -15,25 +15,10 @@ from jax.extend.core import primitives
 
 # They move numbers, or do nothing: a slice that is written into a stack is no work on the whole stack, and neither a
 # name nor a layout computes anything.
-MOVES = frozenset(
-    {
-        "broadcast_in_dim",
-        "concatenate",
-        "copy",
-        "dynamic_slice",
-        "dynamic_update_slice",
-        "layout_constraint",
-        "name",
-        "optimization_barrier",
-        "pad",
-        "reshape",
-        "rev",
-        "slice",
-        "squeeze",
-        "stop_gradient",
-        "transpose",
-    }
-)
+MOVES = frozenset({
+    "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "layout_constraint", "name",
+    "optimization_barrier", "pad", "reshape", "rev", "slice", "squeeze", "stop_gradient", "transpose",
+})  # fmt: skip
 
 
 def flops_of(jaxpr: Any) -> float:

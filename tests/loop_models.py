@@ -58,14 +58,14 @@ def block(w, h):
     return h + jnp.tanh(h @ w["w1"]) @ w["w2"]
 
 
+def loss_of_layers(body):
+    return lambda p, x: (lax.scan(lambda h, w: (body(w, h), None), x, p)[0] ** 2).mean()
+
+
 def over_layers(body, params=None, tx=None):
     """A scan over stacked weights whose body is `body(weights, h)`."""
 
-    def loss(p, x):
-        h, _ = lax.scan(lambda h, w: (body(w, h), None), x, p)
-        return (h**2).mean()
-
-    return step_of(loss, params or layers(), normal(8, BATCH, WIDTH), tx=tx)
+    return step_of(loss_of_layers(body), params or layers(), normal(8, BATCH, WIDTH), tx=tx)
 
 
 def last_hidden(**options):
@@ -252,9 +252,7 @@ def mixed_precision():
 
 
 def micro_batches():
-    def loss(p, x):
-        h, _ = lax.scan(lambda h, w: (block(w, h), None), x, p)
-        return (h**2).mean()
+    loss = loss_of_layers(block)
 
     def step(state, batches):
         def body(sums, x):
@@ -331,12 +329,8 @@ def two_losses():
 
 
 def gradient_norm_reported():
-    def loss(p, x):
-        h, _ = lax.scan(lambda h, w: (block(w, h), None), x, p)
-        return (h**2).mean()
-
     def reporting(state, x):
-        value, gradients = jax.value_and_grad(loss)(state[0], x)
+        value, gradients = jax.value_and_grad(loss_of_layers(block))(state[0], x)
         new = jax.tree.map(lambda p, g: p - 0.1 * g, state[0], gradients)
         return (new,), (value, optax.global_norm(gradients), gradients["w1"].mean(axis=(1, 2)))
 

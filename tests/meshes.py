@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from benchmarks import devices_on_cpu
@@ -23,6 +23,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_opt.callable.planned
 from remat_opt.targets.communication import read_collectives
+from tests.checks import equations_in
 
 LAYERS, WIDTH, BATCH = 6, 32, 2048
 OPTIMIZER = optax.adam(1e-2)
@@ -51,9 +52,17 @@ def updated(state: Any, gradients: Any) -> Any:
     return optax.apply_updates(params, updates), moments
 
 
-def step(state: Any, x: jax.Array) -> Any:
-    value, gradients = jax.value_and_grad(loss)(state[0], x)
-    return updated(state, gradients), value
+def step_of(loss: Callable[[Any, jax.Array], jax.Array], of_gradients: Callable[[Any], Any] = lambda tree: tree) -> Any:
+    """The step of a loss; `of_gradients` says where its gradients are."""
+
+    def step(state: Any, x: jax.Array) -> Any:
+        value, gradients = jax.value_and_grad(loss)(state[0], x)
+        return updated(state, of_gradients(gradients)), value
+
+    return step
+
+
+step = step_of(loss)
 
 
 def of_one_device(state: Any, x: jax.Array) -> Any:
@@ -82,34 +91,24 @@ def explicit(layer: Callable[[jax.Array, Any], jax.Array], looped: bool) -> Call
                 x = layer(jnp.sin(jnp.cos(x)), one)
         return (x**2).mean()
 
-    def step(state: Any, x: jax.Array) -> Any:
-        value, gradients = jax.value_and_grad(loss)(state[0], x)
-        return updated(state, gradients), value
-
-    return step
+    return step_of(loss)
 
 
-def typed_step(state: Any, x: jax.Array) -> Any:
-    """The same step for a mesh of explicit axes, which are in the types of all arrays."""
-
-    def typed_loss(params: Any, x: jax.Array) -> jax.Array:
-        for layer in params:
-            hidden = jnp.tanh(jnp.sin(x @ layer["up"]))
-            x = x + jnp.dot(hidden, layer["down"], out_sharding=P("data", None))
-        return (x**2).mean()
-
-    value, gradients = jax.value_and_grad(typed_loss)(state[0], x)
-    return updated(state, gradients), value
+def typed_loss(params: Any, x: jax.Array) -> jax.Array:
+    """The same for a mesh of explicit axes, which are in the types of all arrays."""
+    for layer in params:
+        hidden = jnp.tanh(jnp.sin(x @ layer["up"]))
+        x = x + jnp.dot(hidden, layer["down"], out_sharding=P("data", None))
+    return (x**2).mean()
 
 
-def gathering_step(state: Any, x: jax.Array) -> Any:
-    """The step for weights whose rows are divided among explicit axes: it says itself where they are gathered."""
+def resharded(tree: Any, spec: PartitionSpec) -> Any:
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, spec), tree)
 
-    def gathering_loss(params: Any, x: jax.Array) -> jax.Array:
-        return loss(jax.tree.map(lambda part: jax.sharding.reshard(part, P()), params), x)
 
-    value, gradients = jax.value_and_grad(gathering_loss)(state[0], x)
-    return updated(state, jax.tree.map(lambda whole: jax.sharding.reshard(whole, P("data")), gradients)), value
+typed_step = step_of(typed_loss)
+# Of weights whose rows are divided among explicit axes: the step says itself where they are gathered.
+gathering_step = step_of(lambda params, x: loss(resharded(params, P()), x), lambda tree: resharded(tree, P("data")))
 
 
 def looped_loss(params: Any, x: jax.Array) -> jax.Array:
@@ -121,9 +120,7 @@ def looped_loss(params: Any, x: jax.Array) -> jax.Array:
     return (lax.scan(layer, x, stacked)[0] ** 2).mean()
 
 
-def looped_step(state: Any, x: jax.Array) -> Any:
-    value, gradients = jax.value_and_grad(looped_loss)(state[0], x)
-    return updated(state, gradients), value
+looped_step = step_of(looped_loss)
 
 
 def specs_of(state: Any, by_model: bool) -> Any:
@@ -140,19 +137,9 @@ def specs_of(state: Any, by_model: bool) -> Any:
 COLLECTIVES = {"psum", "psum_invariant", "ppermute", "all_gather", "reduce_scatter", "all_to_all"}
 
 
-def jaxprs_within(jaxpr: Any) -> Iterator[Any]:
-    for equation in jaxpr.eqns:
-        for value in equation.params.values():
-            for one in value if isinstance(value, (tuple, list)) else [value]:
-                inner = getattr(one, "jaxpr", one)
-                if hasattr(inner, "eqns"):
-                    yield inner
-
-
 def explicit_collectives(jaxpr: Any) -> int:
     """How many are written in a jaxpr, each in a loop once."""
-    own = sum(equation.primitive.name in COLLECTIVES for equation in jaxpr.eqns)
-    return own + sum(map(explicit_collectives, jaxprs_within(jaxpr)))
+    return sum(equation.primitive.name in COLLECTIVES for equation in equations_in(jaxpr))
 
 
 def compiled_collectives(text: str) -> int:
@@ -239,10 +226,7 @@ def compare_budgets(name: str) -> None:
             x = jnp.tanh(jnp.sin(x @ w) * x)
         return (x**2).mean()
 
-    def step(state: Any, x: jax.Array) -> Any:
-        value, gradients = jax.value_and_grad(loss)(state[0], x)
-        return updated(state, gradients), value
-
+    step = step_of(loss)
     found: dict[str, Any] = {"name": name}
     compiling, counted = remat_opt.callable.planned.compile_as_called, []
     remat_opt.callable.planned.compile_as_called = lambda *args: (counted.append(args), compiling(*args))[1]

@@ -1,9 +1,10 @@
 """The exact search for small graphs: Checkmate's integer programme (Jain et al. 2020, arXiv:1910.02653, sections 4.3
 to 4.7), solved by scipy's HiGHS. The oracle that every other search is tested against.
 
-An op may run again before any op that stands behind it in the order of first runs, once before each: `integer_programme.py`
-has the variables and rows. Checkmate's own model knows neither results that cost nothing, nor donated arguments, nor ops
-with several results, and allocates before it frees; the programme here counts what `liveness.simulate` counts:
+An op may run again before any op that stands behind it in the order of first runs, once before each:
+`integer_programme.py` has the variables and rows. Checkmate's own model knows neither results that cost nothing, nor
+donated arguments, nor ops with several results, and allocates before it frees; the programme here counts what
+`liveness.simulate` counts, but for results that are written over operands:
 
 - arguments are free; results of the step are free in their last copy;
 - a result that takes the place of a donated argument has a buffer of its own until that argument's last read;

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_opt
-from tests.timeless import planned
+from tests.checks import planned
 
 P = PartitionSpec
 LAYERS, WIDTH, BATCH = 4, 16, 512

@@ -42,12 +42,7 @@ class Sketch:
         return self.ops_of(*reads, sizes=(size,), kind=kind, seconds=seconds, repeatable=repeatable)[0]
 
     def ops_of(
-        self,
-        *reads: int,
-        sizes: Sequence[int],
-        kind: Kind = Kind.OPAQUE,
-        seconds: float = 1.0,
-        repeatable: bool = True,
+        self, *reads: int, sizes: Sequence[int], kind: Kind = Kind.OPAQUE, seconds: float = 1.0, repeatable: bool = True
     ) -> tuple[int, ...]:
         """An op with one result of each size."""
         results = tuple(map(self.value, sizes))

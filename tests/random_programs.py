@@ -108,18 +108,8 @@ def _loss_of(body: Body) -> str:
 
 def _tree_of(body: Body) -> str:
     """Auxiliary results of all kinds: integers, booleans, keys, None, constants, arguments, nothing, the same twice."""
-    leaves = [
-        "None",
-        "3",
-        "True",
-        "2.5",
-        "np.int16(4)",
-        "jnp.zeros((3,))",
-        "jnp.arange(4)",
-        "batch['x']",
-        "x[:0]",
-        "()",
-    ]
+    leaves = ["None", "3", "True", "2.5", "np.int16(4)", "jnp.zeros((3,))", "jnp.arange(4)", "batch['x']"]
+    leaves += ["x[:0]", "()"]
     leaves += [value.name for value in body.values] * 2
     chosen = [body.source.choice(leaves) for _ in range(body.source.randint(0, 5))]
     return f"[{', '.join((*chosen, *chosen[:1]))}]"

@@ -4,8 +4,7 @@ import functools
 from typing import Any
 
 import jax
-from smaller_steps import smaller_case
-from training_steps import STEPS
+from training_steps import STEPS, smaller_case
 
 from remat_opt.examples import EXAMPLES, make_example
 from remat_opt.graph.build import build
@@ -19,7 +18,8 @@ NETWORKS = ("resnet50", "densenet121", "vgg16", "alexnet")
 _ALIKE = ("vgg1", "resnet3", "resnet101", "resnet152", "resnet200", "densenet16", "densenet2", "wide_resnet28_1")
 _ALIKE += ("gpt", "dynamicconv_wmt", "transformer_big", "randwire_regular")
 TWINS = tuple(name for name in EXAMPLES if not name.startswith(_ALIKE) and not name.endswith("_scan"))
-PLAIN_STEPS = [name for name, case in STEPS.items() if not name.startswith(("nnx", "equinox"))]
+# What inlining merges of a checkpoint leaves the graph of the step without it.
+PLAIN_STEPS = [name for name in STEPS if not name.startswith(("nnx", "equinox", "checkpoint"))]
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def graph_of(name: str, target: str = "h200", *, small: bool = False) -> Graph:
     """The graph of a step, its state donated, with a target's costs.
 
     Args:
-        name: of `smaller_steps`, or of an example.
+        name: of `training_steps.SMALLER`, or of an example.
         target: whose costs.
         small: whether it is the example's small twin.
     """

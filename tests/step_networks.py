@@ -38,10 +38,19 @@ def mlp(params: Params, x: jax.Array, activation: Activation = jnp.tanh) -> jax.
     return dense(params[-1], x)
 
 
-def sine_step(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
-    """One step of gradient descent of an `mlp` of sines: each layer has a residual worth computing again."""
-    value, grads = jax.value_and_grad(lambda params: jnp.mean(mlp(params, x, jnp.sin) ** 2))(params)
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+def step_with(activation: Activation, rate: float = 0.1) -> Callable[[Params, jax.Array], tuple[Params, jax.Array]]:
+    """A step of an `mlp`."""
+
+    def step(params: Params, x: jax.Array) -> tuple[Params, jax.Array]:
+        """One step of gradient descent."""
+        value, grads = jax.value_and_grad(lambda params: jnp.mean(mlp(params, x, activation) ** 2))(params)
+        return jax.tree.map(lambda p, g: p - rate * g, params, grads), value
+
+    return step
+
+
+sine_step = step_with(jnp.sin)
+"""Each layer has a residual worth computing again."""
 
 
 def sine_arguments(width: int, layers: int, batch: int) -> tuple[Params, jax.Array]:
@@ -205,10 +214,7 @@ def transformer_block(
 
 
 def transformer(
-    params: Params,
-    tokens: jax.Array,
-    key: jax.Array | None = None,
-    block: Callable[..., jax.Array] = transformer_block,
+    params: Params, tokens: jax.Array, key: jax.Array | None = None, block: Callable[..., jax.Array] = transformer_block
 ) -> jax.Array:
     """Decoder with unrolled blocks: (batch, time) → logits (batch, time, vocabulary)."""
     x = params["tokens"][tokens] + params["positions"]

@@ -126,11 +126,7 @@ TOLD_BY: dict[str, Told] = {
     "in_shardings": lambda mesh: (jax.jit(jnp.sin, in_shardings=NamedSharding(mesh, WHOLE)), X, IN_NONE),
     "out_shardings": lambda mesh: (jax.jit(jnp.sin, out_shardings=NamedSharding(mesh, WHOLE)), X, IN_NONE),
     "a constraint": lambda mesh: (constrained(mesh), X, IN_NONE),
-    "shard_map": lambda mesh: (
-        jax.jit(jax.shard_map(jnp.sin, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE)),
-        X,
-        IN_NONE,
-    ),
+    "shard_map": lambda mesh: (jax.jit(jax.shard_map(jnp.sin, mesh=mesh, in_specs=WHOLE, out_specs=WHOLE)), X, IN_NONE),
     "set_mesh": lambda mesh: (jax.jit(jnp.sin), X, jax.set_mesh(mesh)),
     "default_device": lambda mesh: (jax.jit(jnp.sin), X, jax.default_device(mesh.devices[0])),
 }

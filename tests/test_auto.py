@@ -14,7 +14,6 @@ from step_graphs import NETWORKS, PLAIN_STEPS, TWINS, graph_of
 
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import save_everything
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.search.auto import Search
 from remat_opt.search.drop_recomputation import fill
@@ -160,14 +159,6 @@ def test_the_gaps_of_a_frontier_are_filled(monkeypatch) -> None:
     assert after < 0.97 * before
 
 
-@given(training_graphs())
-def test_saving_everything_is_the_identity(graph: Graph) -> None:
-    assert save_everything(graph).order == tuple(range(len(graph.ops)))
-    problem = Problem(graph)
-    assert auto(problem, problem.plain.peak).schedule.order == problem.order
-    assert not auto(problem, problem.plain.peak).schedule.recomputed
-
-
 @settings(max_examples=30)
 @given(training_graphs())
 def test_without_a_budget_at_most_one_forward_pass_is_repeated(graph: Graph) -> None:
@@ -181,17 +172,6 @@ def test_without_a_budget_at_most_one_forward_pass_is_repeated(graph: Graph) -> 
 def test_backward_passes_of_earlier_micro_batches_are_no_forward_pass() -> None:
     graph = graph_of("micro_batches")
     assert auto(Problem(graph), None).schedule.extra_flops(graph) <= 0.35 * graph.flops
-
-
-def test_what_was_asked_before_changes_no_answer() -> None:
-    for seed in range(4):
-        source = random.Random(seed)
-        graph = training_graph(source, 8)
-        asked = Problem(graph)
-        budgets = budgets_between(asked, NINE)
-        alone = {budget: auto(Problem(graph), budget).schedule for budget in (*budgets, None)}
-        for budget in (*budgets, None, *reversed(budgets)):
-            assert auto(asked, budget).schedule == alone[budget]
 
 
 @settings(max_examples=60)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import step_networks as networks
 from jax import lax
 
 from remat_opt import optimize
@@ -46,38 +47,6 @@ def barriers_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Barri
     return barriers(graph, schedule, simulate(graph, schedule))
 
 
-def test_the_gradient_of_the_input_waits_for_that_of_the_weight() -> None:
-    assert barriers_of(*backward_of_a_layer()) == {(2, 3): Barrier(operands=(2,), results=(3,))}
-
-
-def test_what_depends_on_the_earlier_kernel_needs_no_barrier() -> None:
-    assert barriers_of(*backward_of_a_layer(op3=Op((3, 2), (4,), Kind.CONTRACTION))) == {}
-
-
-def test_what_frees_little_needs_no_barrier() -> None:
-    graph, schedule = backward_of_a_layer()
-    small = Graph((SMALL, SMALL, *graph.sizes[2:]), graph.ops, graph.inputs, graph.outputs, fused=True)
-    assert barriers_of(small, schedule) == {}
-
-
-def test_far_below_the_peak_no_order_is_needed() -> None:
-    graph, schedule = backward_of_a_layer()
-    ops = (*graph.ops, Op((5,), (6,), Kind.OPAQUE, workspace=100 * BIG))
-    higher = Graph((*graph.sizes, SMALL), ops, graph.inputs, (6,), fused=True)
-    assert barriers_of(higher, Schedule((*schedule.runs[:2], Run((2, 3, 4, 5))))) == {}
-
-
-def test_a_step_in_which_nothing_is_recomputed_is_told_its_order_as_well() -> None:
-    graph, _ = backward_of_a_layer()
-    assert barriers_of(graph, Schedule((Run((0, 1, 2, 3, 4)),))) == {(0, 3): Barrier(operands=(2,), results=(3,))}
-
-
-def test_else_what_comes_before_the_first_repeat_is_left_alone() -> None:
-    graph, _ = backward_of_a_layer()
-    schedule = Schedule((Run((0, 1, 2, 3, 4)), Run((1,), recomputed=True)))
-    assert barriers_of(graph, schedule) == {}
-
-
 LAYERS = 4
 IMAGES = jax.ShapeDtypeStruct((32, 64, 64, 32), jnp.float32)
 KERNELS = [jax.ShapeDtypeStruct((3, 3, 32, 32), jnp.float32)] * LAYERS
@@ -88,7 +57,7 @@ def conv_step(params, images):
     def loss(params):
         x = images
         for kernel, bias in zip(*params, strict=True):
-            x = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+            x = networks.conv(x, kernel)
             x = (x - x.mean((0, 1, 2))) * lax.rsqrt(x.var((0, 1, 2)) + 1e-5)
             x = jax.nn.relu(x + bias)
         return (x**2).mean()
@@ -96,20 +65,22 @@ def conv_step(params, images):
     return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, params, jax.grad(loss)(params))
 
 
-def temporary_bytes() -> int:
-    args = ((KERNELS, BIASES), IMAGES)
-    # Nested: little else than the two is held, so that it shows when they are there at once.
-    traced = optimize(jax.jit(conv_step, donate_argnums=0), target="h200", solver="rotor").trace(*args)
-    flat = compat.function_of_jaxpr(traced)
-    return measure_flat(flat, jax.tree.leaves(args), donated=range(2 * LAYERS), target="h200").temp_bytes
+def temporary_bytes(step: Callable, args: tuple, donated: int = 0, solver: str = "auto") -> int:
+    """Of an optimised step on an H200, by its compiler."""
+    jitted = jax.jit(step, donate_argnums=0) if donated else step
+    flat = compat.function_of_jaxpr(optimize(jitted, target="h200", solver=solver).trace(*args))
+    avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args)]
+    return measure_flat(flat, avals, donated=range(donated), target="h200").temp_bytes
 
 
 @pytest.mark.filterwarnings("ignore:remat_opt. conv_step. planned for h200")
 def test_the_gpu_compiler_keeps_the_order_that_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without barriers the compiler has an activation and its gradient at once."""
-    with_barriers = temporary_bytes()
+    # Nested: little else than the two is held, so that it shows when they are there at once.
+    measured = ((KERNELS, BIASES), IMAGES), 2 * LAYERS, "rotor"
+    with_barriers = temporary_bytes(conv_step, *measured)
     monkeypatch.setattr("remat_opt.emit.train_step.barriers", lambda *_: {})
-    without_barriers = temporary_bytes()
+    without_barriers = temporary_bytes(conv_step, *measured)
     # The convolution at the peak reads a reversed kernel, which is made there.
     assert with_barriers <= without_barriers - 4 * IMAGES.size + 4 * KERNELS[-1].size
 
@@ -125,13 +96,6 @@ def reductions() -> tuple[Graph, Schedule]:
     ]
     graph = Graph((SMALL, SMALL, BIG, SMALL, SMALL, BIG), tuple(ops), inputs=(0,), outputs=(5,), fused=True)
     return graph, Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3, 4))))
-
-
-def test_what_follows_a_reduction_reads_its_buffers_behind_a_barrier() -> None:
-    assert barriers_of(*reductions()) == {
-        (2, 3): Barrier(operands=(2,), results=(3,)),
-        (2, 4): Barrier(operands=(2,), results=(4,)),
-    }
 
 
 def feed_forward(**changes) -> tuple[Graph, Schedule]:
@@ -151,18 +115,41 @@ def feed_forward(**changes) -> tuple[Graph, Schedule]:
     return graph, Schedule((Run((0, 1, 2)), Run((1, 2), recomputed=True), Run((3, 4, 5, 6))))
 
 
-def test_a_recomputed_activation_reads_the_operand_of_its_derivative_alone() -> None:
-    """Else XLA stores what both have in common, since that is expensive."""
-    assert barriers_of(*feed_forward()) == {(1, 2): Barrier(operands=(2,), results=())}
+def of_small_values() -> tuple[Graph, Schedule]:
+    graph, schedule = backward_of_a_layer()
+    return Graph((SMALL, SMALL, *graph.sizes[2:]), graph.ops, graph.inputs, graph.outputs, fused=True), schedule
 
 
-@pytest.mark.parametrize("cheap", [Op((2,), (3,), Kind.ELEMENTWISE), Op((2, 5), (6,), Kind.ELEMENTWISE)])
-def test_where_nothing_expensive_is_in_common_operands_are_read_together(cheap: Op) -> None:
-    assert barriers_of(*feed_forward(**{"op2" if cheap.outputs == (3,) else "op5": cheap})) == {}
+def far_below_the_peak() -> tuple[Graph, Schedule]:
+    graph, schedule = backward_of_a_layer()
+    ops = (*graph.ops, Op((5,), (6,), Kind.OPAQUE, workspace=100 * BIG))
+    higher = Graph((*graph.sizes, SMALL), ops, graph.inputs, (6,), fused=True)
+    return higher, Schedule((*schedule.runs[:2], Run((2, 3, 4, 5))))
 
 
-def test_a_derivative_far_below_the_peak_may_be_stored() -> None:
-    assert barriers_of(*feed_forward(op6=Op((1, 6, 4), (7,), Kind.CONTRACTION, workspace=10 * BIG))) == {}
+LAYER, ALL = backward_of_a_layer()[0], Run((0, 1, 2, 3, 4))
+BY_HAND = {
+    "the input's gradient waits for the weight's": (backward_of_a_layer(), {(2, 3): Barrier((2,), (3,))}),
+    "what depends on the earlier kernel": (backward_of_a_layer(op3=Op((3, 2), (4,), Kind.CONTRACTION)), {}),
+    "what frees little": (of_small_values(), {}),
+    "far below the peak": (far_below_the_peak(), {}),
+    "nothing is recomputed": ((LAYER, Schedule((ALL,))), {(0, 3): Barrier((2,), (3,))}),
+    "before the first repeat": ((LAYER, Schedule((ALL, Run((1,), recomputed=True)))), {}),
+    "after a reduction": (reductions(), {(2, 3): Barrier((2,), (3,)), (2, 4): Barrier((2,), (4,))}),
+    # Else XLA stores what a recomputed activation and its derivative have in common, since that is expensive.
+    "a recomputed activation reads alone": (feed_forward(), {(1, 2): Barrier((2,), ())}),
+    "a cheap activation": (feed_forward(op2=Op((2,), (3,), Kind.ELEMENTWISE)), {}),
+    "a cheap derivative": (feed_forward(op5=Op((2, 5), (6,), Kind.ELEMENTWISE)), {}),
+    "a derivative far below the peak": (
+        feed_forward(op6=Op((1, 6, 4), (7,), Kind.CONTRACTION, workspace=10 * BIG)), {}
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
+def test_what_waits(case: tuple) -> None:
+    of, expected = case
+    assert barriers_of(*of) == expected
 
 
 def test_an_exponential_that_frees_its_operand_is_no_reason_to_read_alone() -> None:
@@ -195,20 +182,15 @@ def feed_forward_step(weights, tokens):
 @pytest.mark.filterwarnings("ignore:remat_opt. feed_forward_step. planned for h200")
 def test_the_gpu_compiler_does_not_store_the_derivative_beside_an_activation(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = (jax.ShapeDtypeStruct((WIDTH, HIDDEN), jnp.float32), jax.ShapeDtypeStruct((HIDDEN, WIDTH), jnp.float32))
-    args = ([layer] * 8, jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32))
-    step = jax.jit(feed_forward_step, donate_argnums=0)
-
-    def temp_bytes() -> int:
-        flat = compat.function_of_jaxpr(optimize(step, target="h200", solver="chen").trace(*args))
-        return measure_flat(flat, jax.tree.leaves(args), donated=range(16), target="h200").temp_bytes
+    measured = ([layer] * 8, jax.ShapeDtypeStruct((TOKENS, WIDTH), jnp.float32)), 16, "chen"
 
     def barriers_in_one(graph: Graph, *rest) -> dict[tuple[int, int], Barrier]:
         ops = tuple(dataclasses.replace(op, expensive_operands=()) for op in graph.ops)
         return barriers(dataclasses.replace(graph, ops=ops), *rest)
 
-    with_barriers = temp_bytes()
+    with_barriers = temporary_bytes(feed_forward_step, *measured)
     monkeypatch.setattr("remat_opt.emit.train_step.barriers", barriers_in_one)
-    assert with_barriers <= temp_bytes() - 0.8 * 4 * TOKENS * HIDDEN
+    assert with_barriers <= temporary_bytes(feed_forward_step, *measured) - 0.8 * 4 * TOKENS * HIDDEN
 
 
 def test_activations_that_read_alone_give_the_same_values() -> None:
@@ -265,13 +247,7 @@ def test_else_it_reads_the_exponential_as_it_is(changed: dict[str, Op]) -> None:
 @pytest.mark.filterwarnings("ignore:remat_opt. .*step. planned for h200")
 def test_the_gpu_compiler_does_not_keep_the_scores_of_attention_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     case = STEPS["hand_written_attention"]()
-    args = case.make_args(layers=3)
-
-    def temp_bytes() -> int:
-        flat = compat.function_of_jaxpr(optimize(case.step, target="h200").trace(*args))
-        avals = [jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(args)]
-        return measure_flat(flat, avals, target="h200").temp_bytes
-
-    with_barriers = temp_bytes()
+    args = case.make_args(layers=2)
+    with_barriers = temporary_bytes(case.step, args)
     monkeypatch.setattr("remat_opt.graph.barriers._read_whole", lambda *given: {})
-    assert with_barriers <= 0.95 * temp_bytes()
+    assert with_barriers <= 0.95 * temporary_bytes(case.step, args)

@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import pytest
 
-from benchmarks import gpu_row, on_gpu, run, variants
+from benchmarks import gpu_row, loops, on_gpu, run, variants
 from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
-from benchmarks.refresh_readme import gpu_table, results_table
+from benchmarks.refresh_readme import gpu_table, loops_table, results_table
 from benchmarks.results_file import RESULTS, file_of, keep, load
 from benchmarks.row import Request
 from benchmarks.step_time import time_variants
@@ -156,17 +156,16 @@ def test_steps_are_timed_in_turns() -> None:
     assert ratios["nn.remat"] > 0.0
 
 
-def test_a_process_that_dies_is_a_failed_variant(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("program", "limit", "said"),
+    [("false", 300, "its process died: it said nothing"), (sys.executable, 0.2, "took more than 0 s")],
+)
+def test_a_process_that_ends_too_early_or_too_late_is_a_failed_variant(
+    program: str, limit: float, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
     request = Request("small", SMALL[0].key, "cpu", ["plain"], {})
-    monkeypatch.setattr(sys, "executable", "false")
-    assert [message["result"] for message in run.run_in_process(request, 300)] == [
-        {"error": "its process died: it said nothing"}
-    ]
-
-
-def test_a_row_that_takes_too_long_is_ended() -> None:
-    request = Request("small", SMALL[0].key, "cpu", ["plain"], {})
-    assert [message["result"] for message in run.run_in_process(request, 0.2)] == [{"error": "took more than 0 s"}]
+    assert [message["result"] for message in run.run_in_process(request, limit)] == [{"error": said}]
 
 
 def made(temp: float, flops: float = 0.0, **more: Any) -> dict[str, Any]:
@@ -210,7 +209,7 @@ def test_what_lies_below_our_frontier() -> None:
     assert below_our_frontier({**results, **others, **by_flops}) == ["everything_saveable"]
 
 
-@pytest.mark.parametrize(("name", "table"), [("results", results_table), ("gpu", gpu_table)])
+@pytest.mark.parametrize(("name", "table"), [("results", results_table), ("gpu", gpu_table), ("loops", loops_table)])
 def test_the_readmes_tables_are_made_from_the_kept_results(name: str, table: Callable[[], str]) -> None:
     readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
     assert f"<!-- {name} -->\n{table()}\n<!-- end {name} -->" in readme
@@ -234,3 +233,41 @@ def test_the_kept_rows_need_no_more_memory_than_was_asked(key: str) -> None:
     kept = load(RESULTS / "predicted_memory.json")[key]
     assert kept["measured"]["optimized"]["temp_bytes"] <= ASKED_MB[key] * 1e6
     assert kept["walked_extra_flops"] <= 0.35
+
+
+# The looped networks of `benchmarks.loops`
+
+LOOPS = load(loops.FILE)
+
+
+@pytest.mark.parametrize("network", ["lstm", "gru"])
+def test_loops_come_out_as_they_are_kept(network: str) -> None:
+    (row,) = [row for row in loops.ROWS if row.key == network]
+    found, kept = loops.measure_row(row), LOOPS[row.key]
+    if kept["jax_version"] == jax.__version__:
+        assert found["plain_bytes"] == pytest.approx(kept["plain_bytes"], rel=0.01)
+        assert found["temp_bytes"] == pytest.approx(kept["temp_bytes"], rel=0.02)
+    assert found["extra_flops"] == pytest.approx(kept["extra_flops"], abs=0.01)
+
+
+def test_the_kept_loops_need_what_was_asked() -> None:
+    assert set(LOOPS) == {row.key for row in loops.ROWS}
+    for row in loops.ROWS:
+        found = LOOPS[row.key]
+        if row.asked_mb is not None:
+            assert found["temp_bytes"] <= row.asked_mb * 1e6, row.key
+        if row.asked_flops is not None:
+            assert found["extra_flops"] <= row.asked_flops, row.key
+        if row.budget is not None:
+            assert found["temp_bytes"] <= row.budget * found["plain_bytes"], row.key
+
+
+def test_layers_as_a_python_loop_and_as_a_scan_need_about_the_same() -> None:
+    scanned, unrolled = LOOPS["gpt"]["temp_bytes"], LOOPS["gpt, Python loop"]["temp_bytes"]
+    assert abs(scanned - unrolled) <= 0.15 * min(scanned, unrolled)
+
+
+def test_four_times_the_steps_take_at_most_twice_the_memory() -> None:
+    few, some, many = (LOOPS[key]["temp_bytes"] for key in ("lstm, 256 steps", "lstm", "lstm, 4096 steps"))
+    assert some <= 2 * few
+    assert many <= 2 * some

@@ -178,11 +178,10 @@ STEPS = {
 @pytest.mark.parametrize("step", STEPS)
 def test_the_checks_of_libraries_stay_in_the_step_and_out_of_what_is_measured(step: Callable) -> None:
     weights, x = jnp.ones((2, 16, 16)) / 16, jnp.ones((256, 16))
-    for target in ("h200", "v5e"):
-        figures = remat_opt.measure(step, weights, x, target=target)
-        assert figures.plain is not None
-        assert figures.optimized is not None
-        assert ("in place of callbacks" in figures.optimized.note) == (step is not step_of_checkify)
+    figures = remat_opt.measure(step, weights, x, target="h200")
+    assert figures.plain is not None
+    assert figures.optimized is not None
+    assert ("in place of callbacks" in figures.optimized.note) == (step is not step_of_checkify)
     optimized = remat_opt.optimize(step)
     jax.block_until_ready(optimized(weights, x))
     of_weights, of_x, message = STEPS[step]

@@ -1,15 +1,15 @@
 """What `remat_opt.checkpoint` takes and refuses: `jax.checkpoint`'s own behaviour, or better."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close, checkpoints_in, equations_in
 from jax.ad_checkpoint import checkpoint_name
-from test_checkpoint_transforms import assert_close, checkpoints_in, data, loss, network
+from test_checkpoint_transforms import data, loss, network
 
 import remat_opt
 import remat_opt.planner.segmentation
@@ -35,14 +35,33 @@ def test_integers_keys_none_and_empty_trees() -> None:
     assert checkpoints_in(checkpoint(fun), *args) >= 2
 
 
-def test_results_that_are_arguments_or_literals_and_arguments_that_are_numbers() -> None:
-    def fun(x, scale, unused):
-        return x, 1.0, np.float32(2.0), jnp.sin(x) * scale
+def with_a_reference(x: jax.Array) -> jax.Array:
+    total = jax.new_ref(jnp.zeros(()))
+    total[...] = jnp.sin(x).sum()
+    return total[...] * 2
 
-    args = (jnp.ones(3), 2.0, np.arange(3))
-    assert_close(checkpoint(fun)(*args), jax.jit(fun)(*args))
-    weak = checkpoint(lambda x: (1.0, x * 2))(3.0)
-    assert all(value.weak_type for value in weak)
+
+FUNCTIONS = {
+    "arguments, numbers and literals are returned": (
+        lambda x, scale, unused: (x, 1.0, np.float32(2.0), jnp.sin(x) * scale), (jnp.ones(3), 2.0, np.arange(3))
+    ),
+    "references": (with_a_reference, (jnp.arange(3.0),)),
+    "nothing is returned": (lambda x: ((), None), (1.0,)),
+    "no arguments": (lambda: jnp.ones(2), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_arguments_and_results_of_all_kinds(case: tuple) -> None:
+    fun, args = case
+    expected = jax.jit(fun)(*args)
+    assert_close(checkpoint(fun)(*args), expected)
+    with jax.disable_jit():
+        assert_close(checkpoint(fun)(*args), expected)
+
+
+def test_numbers_stay_weakly_typed() -> None:
+    assert all(value.weak_type for value in checkpoint(lambda x: (1.0, x * 2))(3.0))
 
 
 def test_static_arguments() -> None:
@@ -194,12 +213,6 @@ def test_functions_of_integers() -> None:
         jax.grad(checkpoint(lambda n: n * 2))(3)
 
 
-def test_functions_without_arguments_or_results() -> None:
-    assert checkpoint(lambda: None)() is None
-    assert checkpoint(lambda x: ())(1.0) == ()
-    assert_close(checkpoint(lambda: jnp.ones(2))(), jnp.ones(2))
-
-
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(TypeError, match="without calling it"):
         checkpoint(3.0)
@@ -230,16 +243,6 @@ def test_a_callback_runs_once_and_python_runs_once() -> None:
     assert checkpoints_in(checkpoint(fun), *args) >= 2
 
 
-def test_references() -> None:
-    def fun(x):
-        total = jax.new_ref(jnp.zeros(()))
-        total[...] = jnp.sin(x).sum()
-        return total[...] * 2
-
-    x = jnp.arange(3.0)
-    assert_close(checkpoint(fun)(x), fun(x))
-
-
 # Forms
 
 
@@ -259,13 +262,6 @@ def test_as_a_decorator_with_options_and_of_methods() -> None:
     assert_close(checkpoint(functools.partial(loss, args[0]))(args[1]), loss(*args))
 
 
-def test_without_jit_at_all() -> None:
-    args = data()
-    with jax.disable_jit():
-        ours = checkpoint(loss)(*args)
-    assert_close(ours, loss(*args))
-
-
 # The user's own names and checkpoints
 
 
@@ -279,21 +275,12 @@ def with_names(params: Any, x: jax.Array) -> jax.Array:
     return (x**2).mean()
 
 
-def equations_in(fun: Any, *args: Any) -> list[Any]:
-    """All equations of a function when it is traced, inner ones included."""
-
-    def collect(jaxpr: Any) -> Iterator[Any]:
-        for equation in compat.bare_jaxpr(jaxpr).eqns:
-            yield equation
-            for inner in compat.jaxprs_in(equation.params):
-                yield from collect(inner)
-
-    return list(collect(jax.make_jaxpr(fun)(*args)))
-
-
 def test_the_users_names_and_checkpoints_are_replaced_or_kept() -> None:
     args = data()
-    replaced, kept = (equations_in(checkpoint(with_names, keep_user_names=keep), *args) for keep in (False, True))
+    replaced, kept = (
+        list(equations_in(jax.make_jaxpr(checkpoint(with_names, keep_user_names=keep))(*args)))
+        for keep in (False, True)
+    )
     of_replaced, of_kept = (
         {one.params["name"] for one in found if one.primitive is compat.name_p} for found in (replaced, kept)
     )

@@ -5,8 +5,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from checks import assert_close, checkpoints_in
 from jax.ad_checkpoint import checkpoint_name
-from test_checkpoint_transforms import assert_close, checkpoints_in, data, loss
+from test_checkpoint_transforms import data, loss
 
 import remat_opt
 

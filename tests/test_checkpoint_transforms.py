@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close, checkpoints_in
 from jax.sharding import Mesh, PartitionSpec
 from op_by_op import VALUES_ONLY
 
@@ -40,28 +41,6 @@ def loss(params: Any, x: jax.Array) -> jax.Array:
 
 def data() -> tuple[Any, jax.Array]:
     return params_of(), jax.random.normal(jax.random.key(1), (BATCH, WIDTH))
-
-
-def checkpoints_in(fun: Any, *args: Any) -> int:
-    """How many `jax.checkpoint` regions a function has when it is traced, inner ones included."""
-
-    def count(jaxpr: Any) -> int:
-        equations = compat.bare_jaxpr(jaxpr).eqns
-        inner = sum(count(one) for equation in equations for one in compat.jaxprs_in(equation.params))
-        return inner + sum(equation.primitive is compat.remat_p for equation in equations)
-
-    return count(jax.make_jaxpr(fun)(*args))
-
-
-def assert_close(got: Any, expected: Any, tolerance: float = 1e-5) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(expected)
-    for ours, theirs in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert ours.dtype == theirs.dtype
-        assert ours.shape == theirs.shape
-        if jnp.issubdtype(ours.dtype, jax.dtypes.prng_key):
-            ours, theirs = jax.random.key_data(ours), jax.random.key_data(theirs)
-        if ours.dtype != jax.dtypes.float0:
-            np.testing.assert_allclose(np.asarray(ours), np.asarray(theirs), rtol=tolerance, atol=tolerance)
 
 
 def scanned(fun: Any, params: Any, x: jax.Array) -> jax.Array:
@@ -97,14 +76,14 @@ TRANSFORMS = {
 def test_transforms_give_the_same(transform: str) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), tolerance=2e-5)
+    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), 2e-5)
 
 
 @pytest.mark.parametrize("transform", ["call", "value_and_grad", "vmap"])
 def test_transforms_give_the_same_without_jit(transform: str) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(apply(remat_opt.checkpoint(loss))(*args), apply(loss)(*args), tolerance=2e-5)
+    assert_close(apply(remat_opt.checkpoint(loss))(*args), apply(loss)(*args), 2e-5)
 
 
 @pytest.mark.parametrize("transform", ["call", "jit of grad", "jvp", "vmap", "in scan", "grad of grad"])
@@ -113,21 +92,12 @@ def test_a_layer_gives_the_same(transform: str) -> None:
     layer = remat_opt.checkpoint(network)
     apply = TRANSFORMS[transform]
     ours = compiled(apply(lambda p, x: (layer(p, x) ** 2).mean()))(*args)
-    assert_close(ours, compiled(apply(loss))(*args), tolerance=2e-5)
+    assert_close(ours, compiled(apply(loss))(*args), 2e-5)
 
 
 def test_the_functions_of_these_tests_are_divided() -> None:
     assert checkpoints_in(remat_opt.checkpoint(loss), *data()) >= 2
     assert checkpoints_in(remat_opt.checkpoint(network), *data()) >= 1
-
-
-def test_a_vmapped_function_may_be_inside() -> None:
-    params, x = data()
-
-    def inner(params, x):
-        return jax.vmap(lambda row: loss(params, row[None]))(x).mean()
-
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(inner)))(params, x), compiled(jax.grad(inner))(params, x))
 
 
 def test_in_shard_map_with_a_collective_inside() -> None:
@@ -150,17 +120,73 @@ def test_in_shard_map_with_a_collective_inside() -> None:
         assert_close(compiled(jax.grad(checkpointed))(params, x), compiled(jax.grad(total(fun)))(params, x))
 
 
-def test_with_more_results_than_the_loss() -> None:
-    def with_others(params: Any, x: jax.Array) -> Any:
-        y = network(params, x)
-        return (y**2).mean(), {"sums": y.sum(0), "count": jnp.int32(len(y)), "none": None}
+def vmapped_inside(params: Any, x: jax.Array) -> jax.Array:
+    return jax.vmap(lambda row: loss(params, row[None]))(x).mean()
 
-    args = data()
-    expected = compiled(jax.value_and_grad(with_others, has_aux=True))(*args)
-    checkpointed = remat_opt.checkpoint(with_others)
-    assert checkpoints_in(checkpointed, *args)
-    assert_close(compiled(jax.value_and_grad(checkpointed, has_aux=True))(*args), expected)
-    assert_close(jax.value_and_grad(checkpointed, has_aux=True)(*args), expected)
+
+def with_more_results(params: Any, x: jax.Array) -> Any:
+    y = network(params, x)
+    return (y**2).mean(), {"sums": y.sum(0), "count": jnp.int32(len(y)), "none": None}
+
+
+def loops_and_branches(params: Any, x: jax.Array) -> jax.Array:
+    for layer in params:
+        x = jax.lax.scan(lambda c, _, w=layer["w"]: (jnp.tanh(c @ w), None), x, length=3)[0]
+        x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
+        x = x * jax.lax.stop_gradient(jax.lax.while_loop(lambda s: s < 10, lambda s: s * 2, jnp.abs(x).sum() + 1))
+    return (x**2).mean()
+
+
+def gradients_inside(params: Any, x: jax.Array) -> jax.Array:
+    return loss(params, x) + (jax.grad(loss, argnums=1)(params, x) ** 2).sum()
+
+
+@jax.custom_vjp
+def clipped(x: jax.Array) -> jax.Array:
+    return x * 2.0
+
+
+clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: (jnp.clip(ct, -1e-3, 1e-3) + 0 * x,))
+
+
+@jax.custom_jvp
+def odd(x: jax.Array) -> jax.Array:
+    return jnp.sin(x)
+
+
+odd.defjvp(lambda primals, tangents: (odd(*primals), 3.0 * tangents[0]))
+
+
+def custom_rules(params: Any, x: jax.Array) -> jax.Array:
+    for layer in params:
+        x = x + odd(clipped(jnp.tanh(x @ layer["w"])))
+    return (x**2).sum()
+
+
+def complex_numbers(params: Any, x: jax.Array) -> jax.Array:
+    z = 0.1 * x[:8] + 0.05j * jnp.eye(WIDTH)
+    for layer in params:
+        z = jnp.sin(z @ layer["w"]) * z
+    return jnp.abs(z).sum()
+
+
+@pytest.mark.parametrize(
+    "fun", [vmapped_inside, with_more_results, loops_and_branches, gradients_inside, custom_rules, complex_numbers]
+)
+def test_gradients_of_other_functions_are_the_same(fun: Callable) -> None:
+    args, has_aux = data(), fun is with_more_results
+    ours, theirs = (jax.value_and_grad(f, has_aux=has_aux) for f in (remat_opt.checkpoint(fun), fun))
+    expected = compiled(theirs)(*args)
+    assert_close(compiled(ours)(*args), expected, 1e-5, 1e-5)
+    if has_aux:
+        assert_close(ours(*args), expected, 1e-5, 1e-5)
+    assert checkpoints_in(remat_opt.checkpoint(fun), *args) >= 2
+
+
+def test_bfloat16() -> None:
+    params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), data())
+    expected = compiled(jax.grad(loss))(params, x)
+    assert_close(compiled(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, 0.05, 0.05)
 
 
 def test_under_vmap_with_an_axis_name() -> None:
@@ -174,67 +200,6 @@ def test_under_vmap_with_an_axis_name() -> None:
 
     ours = compiled(jax.grad(mean(remat_opt.checkpoint(fun))))(params, x)
     assert_close(ours, compiled(jax.grad(mean(fun)))(params, x))
-
-
-def test_bfloat16_and_complex_numbers() -> None:
-    params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), data())
-    expected = compiled(jax.grad(loss))(params, x)
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, tolerance=0.05)
-
-    def of_complex(x):
-        for _ in range(4):
-            x = jnp.sin(x @ x.T) * x
-        return jnp.abs(x).sum()
-
-    z = 0.1 * jnp.ones((4, 4)) + 0.05j * jnp.eye(4)
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(of_complex)))(z), compiled(jax.grad(of_complex))(z))
-
-
-# Derivative rules
-
-
-def test_custom_rules_hold() -> None:
-    @jax.custom_vjp
-    def clipped(x):
-        return x * 2.0
-
-    clipped.defvjp(lambda x: (clipped(x), x), lambda x, ct: (jnp.clip(ct, -1e-3, 1e-3) + 0 * x,))
-
-    @jax.custom_jvp
-    def odd(x):
-        return jnp.sin(x)
-
-    odd.defjvp(lambda primals, tangents: (odd(*primals), 3.0 * tangents[0]))
-
-    def fun(params, x):
-        for layer in params:
-            x = x + odd(clipped(jnp.tanh(x @ layer["w"])))
-        return (x**2).sum()
-
-    args = data()
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(fun)))(*args), compiled(jax.grad(fun))(*args))
-    assert checkpoints_in(remat_opt.checkpoint(fun), *args) >= 2
-
-
-def test_loops_and_branches_inside() -> None:
-    def fun(params, x):
-        for layer in params:
-            x = jax.lax.scan(lambda c, _, w=layer["w"]: (jnp.tanh(c @ w), None), x, length=3)[0]
-            x = jax.lax.cond(x.sum() > 0, jnp.sin, jnp.cos, x)
-            x = x * jax.lax.stop_gradient(jax.lax.while_loop(lambda s: s < 10, lambda s: s * 2, jnp.abs(x).sum() + 1))
-        return (x**2).mean()
-
-    args = data()
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(fun)))(*args), compiled(jax.grad(fun))(*args))
-
-
-def test_gradients_inside_the_function() -> None:
-    def penalised(params, x):
-        inner = jax.grad(loss, argnums=1)(params, x)
-        return loss(params, x) + (inner**2).sum()
-
-    args = data()
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(penalised)))(*args), compiled(jax.grad(penalised))(*args))
 
 
 # Under jax_remat3
@@ -255,7 +220,7 @@ def remat3():
 def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), tolerance=2e-5)
+    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), 2e-5)
 
 
 def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.WarningsRecorder) -> None:
@@ -285,4 +250,4 @@ def test_remat3_checkpoints_of_the_user_are_replaced_or_kept(remat3: None) -> No
     assert kept_jaxpr.count("RematTraced[") >= 4 + replaced_jaxpr.count("RematTraced[")
     expected = compiled(jax.grad(plain))(*args)
     for checkpointed in (replaced, kept):
-        assert_close(compiled(jax.grad(checkpointed))(*args), expected, tolerance=2e-5)
+        assert_close(compiled(jax.grad(checkpointed))(*args), expected, 2e-5)

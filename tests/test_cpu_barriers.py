@@ -18,10 +18,6 @@ from remat_opt.trace.inline import inline
 BIG, SMALL = 1000, 2
 
 
-def barriers_of(graph: Graph, schedule: Schedule) -> dict[tuple[int, int], Barrier]:
-    return cpu_barriers(graph, schedule, simulate(graph, schedule))
-
-
 # Values: 0 a key, 1 a layer's input, 2 what the layer makes of it, 3 bits, 4 what is masked with them, 5 the loss.
 MASKED = Graph(
     (SMALL, BIG, BIG, BIG, BIG, 0),
@@ -31,19 +27,6 @@ MASKED = Graph(
     fused=True,
 )
 AGAIN = Schedule((Run((0, 1, 2)), Run((0, 1, 2), recomputed=True), Run((3,))))
-
-
-def test_bits_wait_for_what_they_are_to_mask() -> None:
-    assert barriers_of(MASKED, AGAIN) == {(1, 1): Barrier(operands=(0,), results=(2,))}
-
-
-def test_what_is_made_of_as_much_waits_for_nothing() -> None:
-    assert barriers_of(dataclasses.replace(MASKED, sizes=(BIG // 10, *MASKED.sizes[1:])), AGAIN) == {}
-
-
-def test_what_is_made_first_waits_for_nothing() -> None:
-    order = (1, 0, 2)
-    assert barriers_of(MASKED, Schedule((Run(order), Run(order, recomputed=True), Run((3,))))) == {}
 
 
 # Values: 0 weights, 1 logits, 2 the weights' gradient, 3 the cotangent of a loop, 4 what the loop gives, 5 the update.
@@ -63,24 +46,6 @@ TIED = Graph(
 BEHIND_A_BARRIER = Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3, 4))))
 
 
-def test_a_loop_waits_for_a_gradient_that_is_smaller_than_what_it_is_made_of() -> None:
-    assert barriers_of(TIED, BEHIND_A_BARRIER) == {(2, 3): Barrier(operands=(3,), results=(2,))}
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"sizes": (BIG // 2, BIG, BIG, SMALL, SMALL, 0)},  # no smaller
-        {"ops": (*TIED.ops[:3], Op((3,), (4,)), TIED.ops[4])},  # no memory of its own
-        {"ops": (*TIED.ops[:3], Op((3, 1), (4,), workspace=BIG), TIED.ops[4])},  # the logits are read by the loop
-        {"ops": (*TIED.ops[:3], Op((3, 2), (4,), workspace=BIG), TIED.ops[4])},  # it depends on the gradient
-    ],
-    ids=["no smaller", "no workspace", "still read", "read by the loop"],
-)
-def test_other_loops_wait_for_nothing(changed: dict) -> None:
-    assert barriers_of(dataclasses.replace(TIED, **changed), BEHIND_A_BARRIER) == {}
-
-
 # Values: 0 an image, 1 factors of its features, 2 a gradient, 3 the sum of their product, 4 the loss.
 SUMMED = Graph(
     (BIG, SMALL, BIG, SMALL, 0),
@@ -91,12 +56,37 @@ SUMMED = Graph(
 )
 
 
-def test_factors_of_a_sum_wait_for_what_they_are_spread_over() -> None:
-    schedule = Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3))))
-    assert barriers_of(SUMMED, schedule) == {(2, 2): Barrier(operands=(1,), results=(2,))}
-    assert barriers_of(SUMMED, Schedule((Run((0, 1, 2, 3)),))) == {}
-    alone = dataclasses.replace(SUMMED, ops=(*SUMMED.ops[:2], Op((2,), (3,), Kind.REDUCTION), *SUMMED.ops[3:]))
-    assert barriers_of(alone, schedule) == {}
+AFTER_A_BARRIER = Schedule((Run((0,)), Run((0,), recomputed=True), Run((1, 2, 3))))
+
+
+def of_other_ops(graph: Graph, **changed: Op) -> Graph:
+    """`op3=…` is the new op 3."""
+    ops = [changed.get(f"op{index}", op) for index, op in enumerate(graph.ops)]
+    return dataclasses.replace(graph, ops=tuple(ops))
+
+
+BITS_FIRST = Schedule((Run((1, 0, 2)), Run((1, 0, 2), recomputed=True), Run((3,))))
+BY_HAND = {
+    "bits wait for what they are to mask": (MASKED, AGAIN, {(1, 1): Barrier((0,), (2,))}),
+    "made of as much": (dataclasses.replace(MASKED, sizes=(BIG // 10, *MASKED.sizes[1:])), AGAIN, {}),
+    "made first": (MASKED, BITS_FIRST, {}),
+    "a loop waits for a gradient smaller than what it is made of": (
+        TIED, BEHIND_A_BARRIER, {(2, 3): Barrier((3,), (2,))}
+    ),
+    "no smaller": (dataclasses.replace(TIED, sizes=(BIG // 2, BIG, BIG, SMALL, SMALL, 0)), BEHIND_A_BARRIER, {}),
+    "no memory of its own": (of_other_ops(TIED, op3=Op((3,), (4,))), BEHIND_A_BARRIER, {}),
+    "the logits are read": (of_other_ops(TIED, op3=Op((3, 1), (4,), workspace=BIG)), BEHIND_A_BARRIER, {}),
+    "the gradient is read": (of_other_ops(TIED, op3=Op((3, 2), (4,), workspace=BIG)), BEHIND_A_BARRIER, {}),
+    "factors of a sum wait for what they are spread over": (SUMMED, AFTER_A_BARRIER, {(2, 2): Barrier((1,), (2,))}),
+    "nothing is recomputed": (SUMMED, Schedule((Run((0, 1, 2, 3)),)), {}),
+    "no factors": (of_other_ops(SUMMED, op2=Op((2,), (3,), Kind.REDUCTION)), AFTER_A_BARRIER, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BY_HAND.values(), ids=BY_HAND)
+def test_what_waits(case: tuple) -> None:
+    graph, schedule, expected = case
+    assert cpu_barriers(graph, schedule, simulate(graph, schedule)) == expected
 
 
 def with_dropout(key: jax.Array, x: jax.Array) -> jax.Array:

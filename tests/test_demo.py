@@ -4,6 +4,7 @@ import contextlib
 import importlib.util
 import io
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,11 +12,13 @@ import numpy as np
 import pytest
 
 import remat_opt
+from remat_opt import examples
 from remat_opt.__main__ import main
 from remat_opt.examples import NETWORKS, demo
 from remat_opt.report.units import format_bytes
 
-TINY = ["demo", "--model", "resnet18", "--batch", "2", "--size", "64", "--steps", "2", "--runs", "1"]
+TINY = ["demo", "--model", "wide_resnet28_2", "--batch", "16", "--size", "16", "--steps", "2", "--runs", "1"]
+PARAMETERS = 77_460  # of the small twin
 VARIANTS = ("plain", "remat_opt", "nn.remat")
 
 pytestmark = pytest.mark.xdist_group("demo")  # one demo runs
@@ -33,6 +36,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     file = tmp_path_factory.mktemp("demo") / "figures.json"
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
         patch.setenv("COLUMNS", "100")
+        patch.setattr(examples, "image_classifier", partial(examples.make_example, small=True))
         assert main([*TINY, "--explain", "--json", str(file)]) == 0
     return Ran(shown.getvalue(), json.loads(file.read_text()))
 
@@ -44,10 +48,17 @@ def figures(ran: Ran) -> dict[str, Any]:
 
 def test_the_json_says_what_ran_and_where(figures: dict[str, Any]) -> None:
     assert figures["schema"] == demo.SCHEMA
-    assert figures["options"] == {"model": "resnet18", "batch": 2, "size": 64, "steps": 2, "runs": 1, "budget": None}
+    assert figures["options"] == {
+        "model": "wide_resnet28_2",
+        "batch": 16,
+        "size": 16,
+        "steps": 2,
+        "runs": 1,
+        "budget": None,
+    }
     assert figures["versions"].keys() >= {"python", "remat_opt", "jax", "jaxlib", "flax", "optax"}
     assert figures["device"]["platform"] == "cpu"
-    assert figures["parameters"] == 11_689_512
+    assert figures["parameters"] == PARAMETERS
     assert tuple(figures["variants"]) == VARIANTS
 
 
@@ -56,7 +67,7 @@ def test_flops_are_counted_the_same_way_for_all_variants(ran: Ran) -> None:
     plain, optimised, by_hand = (variants[name]["flops_loops_times_length"] for name in VARIANTS)
     assert plain == pytest.approx(predicted["flops"], rel=0.01)
     assert optimised - plain == pytest.approx(predicted["extra_flops"], rel=0.01)
-    assert 1.2 * plain < by_hand < 1.5 * plain
+    assert 1.1 * plain < by_hand < 1.5 * plain
     assert "FLOPs, loops times length" in ran.shown
     assert "FLOPs, as the compiler counts" in ran.shown  # no loops: both mean the same
 
@@ -75,7 +86,7 @@ def test_the_optimised_step_trains_bit_for_bit_as_the_plain_one(figures: dict[st
     plain, optimised = figures["variants"]["plain"], figures["variants"]["remat_opt"]
     assert optimised["bit_identical"], optimised["largest_difference"]
     assert optimised["differing_arrays"] == optimised["largest_difference"] == 0
-    assert optimised["state_arrays"] > 100
+    assert optimised["state_arrays"] > 50
     assert optimised["losses"] == plain["losses"]
     assert plain["losses"][1] < plain["losses"][0]
 
@@ -89,7 +100,7 @@ def test_each_variant_was_timed(figures: dict[str, Any]) -> None:
 
 def test_the_tables_show_the_same_figures(ran: Ran) -> None:
     optimised = ran.figures["variants"]["remat_opt"]
-    assert "resnet18, 11.7 million parameters" in ran.shown
+    assert f"wide_resnet28_2, {PARAMETERS / 1e6:.1f} million parameters" in ran.shown
     assert all(name in ran.shown for name in VARIANTS)
     assert format_bytes(optimised["temp_bytes"]) in ran.shown
     assert format_bytes(optimised["physical_peak_bytes"]) in ran.shown

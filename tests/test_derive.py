@@ -47,11 +47,6 @@ def test_saving_every_value_is_the_identity(drawn: tuple[Graph, Choice]) -> None
     assert schedule_of(graph, everything) == save_everything(graph)
 
 
-def test_one_segment_is_recomputed_whole_at_the_first_read_after_the_boundary() -> None:
-    choice = Choice(frozenset({5}), boundaries=(5,))
-    assert schedule_of(CHAIN, choice).runs == (Run((0, 1, 2, 3, 4)), recompute(0, 1, 2, 3), Run((5, 6, 7, 8)))
-
-
 def test_two_segments_are_recomputed_last_first_from_what_is_saved_between() -> None:
     choice = Choice(frozenset({2, 5}), boundaries=(5,), cuts=(2,))
     assert schedule_of(CHAIN, choice).runs == (
@@ -61,11 +56,6 @@ def test_two_segments_are_recomputed_last_first_from_what_is_saved_between() -> 
         recompute(0),  # op 7 reads values 2 and 1: op 1 makes the saved one, and runs once
         Run((7, 8)),
     )
-
-
-def test_segments_after_the_boundary_are_not_recomputed() -> None:
-    choice = Choice(frozenset({2}), boundaries=(2,))
-    assert schedule_of(CHAIN, choice).runs == (Run(tuple(range(7))), recompute(0), Run((7, 8)))
 
 
 def test_what_a_segment_needs_of_another_is_made_with_it_but_not_held_for_the_other() -> None:
@@ -113,34 +103,6 @@ def test_a_repeat_reads_what_another_repeat_has_left() -> None:
     assert schedule_of(graph, choice).runs == (Run((0, 1, 2)), recompute(0), Run((3,)), recompute(1), Run((4,)))
 
 
-def test_what_the_step_returns_is_there_and_not_recomputed() -> None:
-    sketch = Sketch()
-    a = sketch.op(size=1)
-    b = sketch.op(a, size=1)
-    graph = sketch.graph(sketch.op(a, b, size=1), b)
-    assert schedule_of(graph, Choice(boundaries=(2,))).runs == (Run((0, 1)), recompute(0), Run((2,)))
-
-
-def test_results_of_an_op_that_may_not_run_twice_are_kept() -> None:
-    sketch = Sketch()
-    a = sketch.op(size=1)
-    mask = sketch.op(a, size=1, repeatable=False)
-    b = sketch.op(mask, size=1)
-    loss = sketch.op(b, size=1)
-    graph = sketch.graph(sketch.op(loss, a, mask, b, size=1))
-    choice = Choice(frozenset({loss}), boundaries=(4,))
-    assert schedule_of(graph, choice).runs == (Run((0, 1, 2, 3)), recompute(0, 2), Run((4,)))
-
-
-def test_the_order_of_first_runs_is_the_given_one() -> None:
-    sketch = Sketch()
-    a, b = sketch.op(size=1), sketch.op(size=1)
-    c = sketch.op(a, b, size=1)
-    graph = sketch.graph(c)
-    schedule = derive(graph, Choice(boundaries=(2,)), (1, 0, 2))
-    assert schedule.runs == (Run((1, 0)), recompute(1, 0), Run((2,)))
-
-
 def moments(graph: Graph, choice: Choice, order: tuple[int, ...]) -> list[tuple[int, int, bool]]:
     """Each op that runs with its epoch (how many forward/backward boundaries have passed) and whether it is a repeat.
 
@@ -157,21 +119,23 @@ def moments(graph: Graph, choice: Choice, order: tuple[int, ...]) -> list[tuple[
 
 
 @given(graphs_with_choices())
-def test_every_op_runs_once_in_first_runs_and_in_the_given_order(drawn: tuple[Graph, Choice]) -> None:
+def test_a_schedule_keeps_the_order_and_repeats_what_it_may_where_it_is_needed(drawn: tuple[Graph, Choice]) -> None:
     graph, choice = drawn
     order = early_order(graph)
     schedule = derive(graph, choice, order)
     assert tuple(op for run in schedule.runs if not run.recomputed for op in run.ops) == order
-    assert all(run.ops for run in schedule.runs)
-
-
-@given(graphs_with_choices())
-def test_every_read_is_of_a_value_that_was_made_before(drawn: tuple[Graph, Choice]) -> None:
-    graph, choice = drawn
     made = set(graph.inputs)
-    for op in derive(graph, choice, early_order(graph)).order:
-        assert made.issuperset(graph.ops[op].inputs)
+    for op in schedule.order:
+        assert made.issuperset(graph.ops[op].inputs), "expected reads of what was made before"
         made.update(graph.ops[op].outputs)
+    assert all(graph.ops[op].repeatable for op in schedule.recomputed)
+    for run, following in zip(schedule.runs, (*schedule.runs[1:], None), strict=True):
+        assert run.ops
+        if run.recomputed:  # later is impossible, and earlier would hold it for longer: the next op reads it
+            assert following is not None
+            assert not following.recomputed
+            recomputed = {value for op in run.ops for value in graph.ops[op].outputs}
+            assert recomputed.intersection(graph.ops[following.ops[0]].inputs)
 
 
 @given(graphs_with_choices())
@@ -207,26 +171,6 @@ def is_read_before_made_again(graph: Graph, trace: list[tuple[int, int, bool]], 
         if value in graph.ops[op].outputs:
             return False
     return False
-
-
-@given(graphs_with_choices())
-def test_what_may_not_run_twice_does_not(drawn: tuple[Graph, Choice]) -> None:
-    graph, choice = drawn
-    repeated = derive(graph, choice, early_order(graph)).recomputed
-    assert all(graph.ops[op].repeatable for op in repeated)
-
-
-@given(graphs_with_choices())
-def test_a_repeat_starts_at_the_read_that_needs_it(drawn: tuple[Graph, Choice]) -> None:
-    # Later than needed is impossible, and earlier would hold it for longer: the next op reads what was recomputed.
-    graph, choice = drawn
-    runs = derive(graph, choice, early_order(graph)).runs
-    for run, following in zip(runs, (*runs[1:], None), strict=True):
-        if run.recomputed:
-            assert following is not None
-            assert not following.recomputed
-            made = {value for op in run.ops for value in graph.ops[op].outputs}
-            assert made.intersection(graph.ops[following.ops[0]].inputs)
 
 
 def test_random_choices_do_recompute() -> None:

@@ -135,10 +135,6 @@ def test_what_is_only_read_or_comes_back_as_it_was_is_no_state(fun: Callable, nu
     assert line_in(message) == f"donate_argnums={numbers}"
 
 
-def small_step(params, x):
-    return step([weight[:8, :8] for weight in params], x[:, :8])
-
-
 LARGE = jnp.ones((512, 1024))
 SILENT = {
     "inference": (lambda p, x: forward(p, x), (params(), X)),

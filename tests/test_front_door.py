@@ -258,9 +258,14 @@ def test_every_kind_of_loss_is_checkpointed_and_finds_its_names(name: str) -> No
 @pytest.mark.parametrize("name", ["optimize", "frontier", "measure", "checkpoint", "policy"])
 def test_what_is_no_function_is_refused_alike(name: str) -> None:
     public = getattr(remat_opt, name)
-    for wrong in (3, "step", jax.jit(step).lower(W, X), jax.jit(step).trace(W, X)):
-        with pytest.raises(TypeError, match=rf"expected a function .*got .*; write remat_opt\.{name}\(fun, …\)"):
+    lowered = jax.jit(step).lower(W, X)
+    for wrong in (3, None, "step", (W, 1.0), [step], lowered, lowered.compile(), jax.jit(step).trace(W, X)):
+        with pytest.raises(
+            TypeError, match=rf"expected a function .*got .*; write remat_opt\.{name}\(fun, …\)"
+        ) as error:
             public(wrong)
+        assert type(wrong).__name__ in str(error.value)
+        assert len(str(error.value)) < 1000  # not all arrays of a result
 
 
 def test_options_that_equinox_has_its_own_for_are_given_to_it() -> None:

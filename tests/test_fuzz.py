@@ -192,12 +192,6 @@ def test_a_process_that_dies_is_named_and_its_program_is_run_again(tmp_path: Pat
     assert "died over 3 (compiled, rewritten): SIGABRT" in printed
 
 
-def test_deaths_alone_are_not_wrong() -> None:
-    found = fuzz.Found(outcomes={1: "rewritten", 2: "nothing to gain"}, deaths=[fuzz.Death(2, "op by op", "SIGABRT")])
-    assert found.is_right
-    assert found.died_once == found.deaths
-
-
 def test_a_worker_says_what_it_begins_and_what_came_of_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,7 @@ import json
 import time
 import tracemalloc
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -75,6 +75,35 @@ def test_ranges_are_refused_before_they_are_listed(plan: Plan, ranges: Any, part
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 10**6 + 400 * len(text) / 3  # the lists of the text itself are the most
+
+
+def first_run(document: dict) -> dict:
+    return next(run for run in document["schedule"] if not run["recomputed"])
+
+
+def recompute_first(document: dict) -> None:
+    document["schedule"].sort(key=lambda run: not run["recomputed"])
+
+
+DAMAGED_SCHEDULES = {
+    "a run is missing": lambda document: document["schedule"].pop(0),
+    "the end is missing": lambda document: document["schedule"].pop(),
+    "an op is missing": lambda document: first_run(document)["ops"][0].__setitem__(0, 1),
+    "an op stands twice": lambda document: first_run(document)["ops"].insert(0, [0, 1]),
+    "an op is not there": lambda document: first_run(document)["ops"].append([10**6, 1]),
+    "a negative op": lambda document: first_run(document)["ops"].append([-1, 1]),
+    "backwards": lambda document: document["schedule"].reverse(),
+    "recomputed before it was computed": recompute_first,
+    "a saved value is not there": lambda document: document["choice"]["saved"].append(10**6),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED_SCHEDULES.values(), ids=DAMAGED_SCHEDULES)
+def test_a_damaged_schedule_is_refused(plan: Plan, damage: Callable[[dict], Any]) -> None:
+    document = json.loads(plan.to_json())
+    damage(document)
+    with pytest.raises(PlanError, match="expected"):
+        optimize(step, plan=Plan.from_json(signed(document)))(PARAMS, X)
 
 
 def test_a_schedule_of_another_number_of_operations_is_refused_unlisted(plan: Plan) -> None:

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,9 +13,10 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import primitives
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from step_networks import conv
+from written_programs import evaluate
 
-from remat_opt.trace import compat
-from remat_opt.trace.inline import Constant, Equation, Program, inline
+from remat_opt.trace.inline import Equation, Program, inline
 
 pytestmark = pytest.mark.short
 
@@ -31,19 +33,6 @@ X = jnp.linspace(-1.0, 1.0, 6).reshape(2, 3)
 
 def inlined(fun: Callable, *arguments: Any, **options: Any) -> Program:
     return inline(jax.make_jaxpr(fun)(*arguments), **options)
-
-
-def evaluate(program: Program, *arguments: Any) -> list[Any]:
-    """One equation after the other."""
-    environment = dict(zip(program.inputs, jax.tree.leaves(arguments), strict=True)) | dict(program.constants)
-
-    def read(atom: int | Constant) -> Any:
-        return atom.value if isinstance(atom, Constant) else environment[atom]
-
-    for equation in program.equations:
-        results = compat.bind_equation(equation.primitive, equation.params, list(map(read, equation.inputs)))
-        environment.update(zip(equation.outputs, results, strict=True))
-    return list(map(read, program.outputs))
 
 
 def names(program: Program) -> list[str]:
@@ -91,22 +80,6 @@ def nested(x):
 )
 def test_nested_calls_are_flattened_and_compute_the_same(fun: Callable) -> None:
     assert_flat_and_equal(fun, X)
-
-
-def test_a_custom_rule_is_the_one_that_differentiation_took() -> None:
-    program = inlined(jax.grad(lambda x: halved(x)), 1.0)
-    np.testing.assert_allclose(evaluate(program, 1.0), [0.5 * np.cos(1.0)], rtol=1e-6)
-
-
-def test_operands_and_results_of_a_call_find_their_places() -> None:
-    swap = jax.jit(lambda a, b, c: (c, a, 2.0, b - a))
-    assert_flat_and_equal(lambda a, b, c: [swap(a, b, c), swap(c, a, b)[::-1]], 1.0, 20.0, 300.0)
-
-
-def test_an_argument_may_be_returned_and_a_number_too() -> None:
-    program = inlined(lambda x, y: (y, 3.0, x, y), 1.0, 2.0)
-    assert program.equations == ()
-    assert evaluate(program, 1.0, 2.0) == [2.0, 3.0, 1.0, 2.0]
 
 
 def mlp_step(wrap: Callable) -> Callable:
@@ -187,31 +160,46 @@ def test_equal_equations_are_one_and_different_ones_are_not() -> None:
     assert names(program).count("mul") == 3
 
 
-def test_operands_in_another_order_are_others() -> None:
-    program = assert_flat_and_equal(lambda x, y: (x - y, y - x, x - y), 1.0, 5.0)
-    assert names(program) == ["sub", "sub"]
+SWAP = jax.jit(lambda a, b, c: (c, a, 2.0, b - a))
 
 
-def test_zeros_of_other_signs_are_not_merged() -> None:
-    program = inlined(lambda x: (x / 0.0, x / -0.0), 1.0)
-    assert evaluate(program, 1.0) == [np.inf, -np.inf]
+def with_unwanted_results(x: jax.Array) -> jax.Array:
+    jnp.exp(x).sum()
+    kept, _ = jax.jit(lambda y: (jnp.sin(y), jnp.cos(jnp.tan(y))))(x)
+    return kept
 
 
-def test_random_numbers_are_merged_by_their_key() -> None:
-    def fun(key, other):
+def padded(x: jax.Array) -> jax.Array:
+    """By nothing, and by something."""
+    return lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 0))) + lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0)))
+
+
+FUNCTIONS = {
+    "places of operands and results": (
+        lambda a, b, c: [SWAP(a, b, c), SWAP(c, a, b)[::-1]], (1.0, 20.0, 300.0), ["sub", "sub"]
+    ),
+    "arguments and a number are returned": (lambda x, y: (y, 3.0, x, y), (1.0, 2.0), []),
+    "operands in another order": (lambda x, y: (x - y, y - x, x - y), (1.0, 5.0), ["sub", "sub"]),
+    "zeros of other signs": (lambda x: (x / 0.0, x / -0.0), (jnp.float32(1),), ["div", "div"]),
+    "nobody wants it": (with_unwanted_results, (X,), ["sin"]),
+    "a pad by nothing": (padded, (X,), ["pad", "add"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_what_is_merged_and_what_is_not(case: tuple) -> None:
+    fun, arguments, expected = case
+    assert names(assert_flat_and_equal(fun, *arguments)) == expected
+
+
+def test_random_numbers_are_merged_by_their_key_and_those_of_the_device_are_not() -> None:
+    def by_key(key: jax.Array, other: jax.Array) -> list[jax.Array]:
         return [jax.random.normal(k, (2,)) for k in (key, other, key)]
 
-    program = assert_flat_and_equal(fun, jax.random.key(0), jax.random.key(1))
+    program = assert_flat_and_equal(by_key, jax.random.key(0), jax.random.key(1))
     assert names(program).count("random_bits") == 2
-
-
-def test_results_that_nobody_wants_are_not_computed() -> None:
-    def fun(x):
-        jnp.exp(x).sum()
-        kept, _ = jax.jit(lambda y: (jnp.sin(y), jnp.cos(jnp.tan(y))))(x)
-        return kept
-
-    assert names(inlined(fun, X)) == ["sin"]
+    draw = partial(primitives.rng_uniform_p.bind, shape=(2,))
+    assert len(inlined(lambda low, high: (draw(low, high), draw(low, high)), 0.0, 1.0).equations) == 2
 
 
 def test_prints_stay_once_each_and_in_order(capfd) -> None:
@@ -228,19 +216,6 @@ def test_prints_stay_once_each_and_in_order(capfd) -> None:
     evaluate(program, 1.0)
     jax.effects_barrier()
     assert capfd.readouterr().out.split("\n")[:4] == ["first 1.0", "second 1.0", "second 1.0", "third"]
-
-
-def test_what_an_effect_reads_is_kept() -> None:
-    program = inlined(lambda x: jax.debug.print("{}", jnp.exp(x)), 1.0)
-    assert names(program)[0] == "exp"
-
-
-def test_random_state_of_the_device_is_drawn_twice() -> None:
-    def fun(low, high):
-        draw = primitives.rng_uniform_p.bind
-        return draw(low, high, shape=(2,)), draw(low, high, shape=(2,))
-
-    assert len(inlined(fun, 0.0, 1.0).equations) == 2
 
 
 def test_arrays_of_the_closure_are_bound_once() -> None:
@@ -307,34 +282,18 @@ def test_transformations_stay_in_the_name_stack() -> None:
     assert any("transpose" in stack_of(equation) for equation in program.equations)
 
 
-def test_inlining_a_flat_program_changes_nothing() -> None:
-    def flat(x):
-        return jnp.sin(x) * 2.0, lax.dot(x, x.T)
-
-    jaxpr = jax.make_jaxpr(flat)(X)
-    assert names(inline(jaxpr)) == [equation.primitive.name for equation in jaxpr.jaxpr.eqns]
-
-
 def test_the_reversal_of_a_1x1_kernel_is_nothing() -> None:
     x, kernel = jnp.ones((1, 4, 4, 3)), jnp.arange(6.0).reshape(1, 1, 3, 2)
 
     def gradients(kernel):
         def loss(x, kernel):
-            convolved = lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            return (convolved**2).sum()
+            return (conv(x, kernel) ** 2).sum()
 
         return jax.grad(loss)(x, kernel)
 
     assert "rev" in str(jax.make_jaxpr(gradients)(kernel))
     assert "rev" not in names(assert_flat_and_equal(gradients, kernel))
     assert "rev" in names(assert_flat_and_equal(gradients, jnp.ones((3, 3, 3, 2))))
-
-
-def test_a_pad_by_nothing_is_nothing() -> None:
-    def padded(x: jax.Array) -> jax.Array:
-        return lax.pad(x, 0.0, ((0, 0, 0), (0, 0, 0))) + lax.pad(x, 0.0, ((1, -1, 0), (0, 0, 0)))
-
-    assert names(assert_flat_and_equal(padded, X)) == ["pad", "add"]
 
 
 def test_pieces_of_an_array_are_taken_apart_one_by_one() -> None:

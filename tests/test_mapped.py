@@ -10,7 +10,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 import remat_opt
-from remat_opt.trace import compat
 from remat_opt.trace.effects import communicates
 from remat_opt.trace.inline import inline
 from remat_opt.trace.mapped import in_two_parts
@@ -69,27 +68,3 @@ def test_one_that_cannot_be_divided_stays_and_the_user_is_told() -> None:
         plan = optimized.plan(W, X)
     assert plan.is_plain
     np.testing.assert_allclose(optimized(W, X)[1], jax.jit(step)(W, X)[1], rtol=1e-6)
-
-
-def test_layers_are_recomputed_without_their_sum_over_devices() -> None:
-    layer = mapped(lambda x, w: x + lax.psum(jnp.tanh(jnp.sin(x @ w)) @ w.T, "model") / 8, P())
-
-    def step(params: list[jax.Array], x: jax.Array) -> tuple[list[jax.Array], jax.Array]:
-        def loss(params: list[jax.Array]) -> jax.Array:
-            hidden = x
-            for w in params:
-                hidden = layer(hidden, w)
-            return (hidden**2).mean()
-
-        value, gradients = jax.value_and_grad(loss)(params)
-        return [w - 0.1 * gradient for w, gradient in zip(params, gradients, strict=True)], value
-
-    optimized = remat_opt.optimize(step)
-    plan = optimized.plan([W] * 6, X)
-    assert plan.predicted.peak_bytes < 0.8 * plan.predicted.plain_peak_bytes
-    written = inline(optimized.jaxpr([W] * 6, X), keep_checkpoints=True)
-    again = [equation for equation in written.equations if equation.primitive is compat.remat_p]
-    assert again
-    assert not any(communicates(equation.primitive, equation.params) for equation in again)
-    ours, plain = optimized([W] * 6, X), jax.jit(step)([W] * 6, X)
-    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5), ours, plain)

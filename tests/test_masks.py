@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.extend.core import primitives
+from step_networks import conv
+from written_programs import evaluate
 
 from remat_opt.rewrites.masks import mask_by_outputs
-from remat_opt.trace import compat
 from remat_opt.trace.inline import Constant, Program, inline
 
 pytestmark = pytest.mark.short
@@ -18,10 +19,6 @@ pytestmark = pytest.mark.short
 X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
 KERNEL = jnp.asarray(np.random.default_rng(1).normal(size=(3, 3, 3, 3)), jnp.float32)
 BIAS = jnp.zeros(3)
-
-
-def conv(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    return lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
 
 
 def with_bias(kernel, bias):
@@ -53,21 +50,8 @@ def masks_of_outputs(program: Program) -> list[bool]:
     return [not isinstance(x, Constant) and made.get(x) is primitives.max_p for x in asked]
 
 
-def evaluate(program: Program, *arguments):
-    environment = dict(zip(program.inputs, arguments, strict=True)) | dict(program.constants)
-
-    def read(atom):
-        return atom.value if isinstance(atom, Constant) else environment[atom]
-
-    for equation in program.equations:
-        results = compat.bind_equation(equation.primitive, equation.params, list(map(read, equation.inputs)))
-        environment.update(zip(equation.outputs, results, strict=True))
-    return list(map(read, program.outputs))
-
-
 @pytest.mark.parametrize(
-    ("loss", "changed"),
-    [(with_bias, 2), (with_product, 1), (with_norm, 0), (with_residual, 0), (also_read, 0)],
+    ("loss", "changed"), [(with_bias, 2), (with_product, 1), (with_norm, 0), (with_residual, 0), (also_read, 0)]
 )
 def test_where_the_mask_is_made_from_the_output(loss: Callable, changed: int) -> None:
     given = inline(jax.make_jaxpr(jax.grad(loss, argnums=(0, 1)))(KERNEL, BIAS))

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import assert_close
 from flax import nnx
 from flax.errors import TraceContextError
 
@@ -126,6 +127,21 @@ def test_modules_that_are_bound_to_a_plain_function_are_updated(of: str) -> None
     for one, other in zip(jax.tree.leaves(nnx.state(ours)), jax.tree.leaves(nnx.state(plain)), strict=True):
         np.testing.assert_array_equal(one, other)
     assert not optimized.plan(X).is_plain
+
+
+@pytest.mark.parametrize("given", [step, nnx.jit(step)], ids=["plain", "nnx.jit"])
+def test_updates_come_out_of_an_outer_nnx_transform_and_of_shared_weights(given: Callable) -> None:
+    def after(fun: Callable, *, shared: bool) -> Any:
+        model = Net()
+        if shared:
+            model.layers[1].kernel = model.layers[0].kernel
+        return [fun(model, X) for _ in range(2)], nnx.to_pure_dict(nnx.state(model))
+
+    optimized = remat_opt.optimize(given)
+    for shared in (False, True):
+        expected = after(nnx.jit(step), shared=shared)
+        assert_close(after(optimized, shared=shared), expected)
+        assert_close(after(nnx.jit(lambda model, x: optimized(model, x)), shared=shared), expected)
 
 
 # A failed call

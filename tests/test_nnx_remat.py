@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from checks import assert_close, checkpoints_in
 from flax import nnx
-from test_checkpoint_transforms import assert_close, checkpoints_in
 
 import remat_opt
 import remat_opt.nnx

@@ -8,7 +8,7 @@ from benchmarks.refresh_notebooks import NOTEBOOKS, execute, read
 
 SIZES = {
     "resnet": """
-TRAINED = {"name": "resnet18", "small": True, "batch": 2, "size": 32, "learning_rate": 0.02}
+TRAINED = {"name": "wide_resnet28_2", "small": True, "batch": 16, "size": 16, "learning_rate": 0.02}
 STEPS = 2
 COMPILED = {"name": "vgg16", "small": True, "batch": 64}
 TARGET = "h200"
@@ -21,9 +21,9 @@ COMPILED = {"name": "vgg16", "small": True, "batch": 64}
 TARGET = "h200"
 """,
     "transformer_scan": """
-TRAINED = {"name": "gpt_scan", "small": True, "batch": 64, "learning_rate": 0.1}
+TRAINED = {"name": "lstm_scan", "small": True, "batch": 64, "learning_rate": 0.1}
 STEPS = 2
-COMPILED = {"name": "gpt_scan", "small": True, "batch": 64}
+COMPILED = {"name": "lstm_scan", "small": True, "batch": 64}
 TARGET = "h200"
 """,
     "how_it_works": "LAYERS, WIDTH, EXAMPLES = 6, 64, 1024",

@@ -12,7 +12,7 @@ import pytest
 
 CHECKOUT = Path(__file__).parent.parent
 
-# Prints the plans of a step with a loop and of one on a mesh, each planned in several threads at once.
+# Prints plans of several steps; those of a step with a loop and of one on a mesh are planned in many threads at once.
 SCRIPT = """
 import os, sys
 from benchmarks import devices_on_cpu
@@ -22,7 +22,8 @@ import jax, jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 import remat_opt
 from tests import meshes
-from tests.timeless import planned
+from tests.training_steps import smaller_case
+from tests.checks import planned
 
 state = jax.eval_shape(meshes.new_state)
 mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -34,6 +35,12 @@ def plan_of(fun, **options):
     jitted = jax.jit(fun, in_shardings=shardings, donate_argnums=0) if fun is meshes.step else jax.jit(fun)
     return planned(remat_opt.optimize(jitted, **options).plan(state, x))
 
+def plan_of_case(name, **options):
+    case = smaller_case(name)
+    return planned(remat_opt.optimize(case.step, **options).plan(*case.make_args()))
+
+for name, options in (("mlp", {"budget": 0.6}), ("dropout", {"budget": "min"}), ("checkpoint_blocks", {})):
+    print(plan_of_case(name, **options))
 asked = [(meshes.looped_step, {"verify": False}), (meshes.step, {})]
 for fun, options in asked:
     with ThreadPoolExecutor(int(sys.argv[1])) as threads:
@@ -47,7 +54,13 @@ def test_every_process_makes_the_same_plan_of_loops_and_of_meshes() -> None:
     children = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", SCRIPT, python_threads],
-            env={**os.environ, "PYTHONHASHSEED": seed, "OMP_NUM_THREADS": threads, "OPENBLAS_NUM_THREADS": threads},
+            env={
+                **os.environ,
+                "PYTHONHASHSEED": seed,
+                "PYTHONPATH": os.pathsep.join([str(CHECKOUT), str(CHECKOUT / "tests")]),
+                "OMP_NUM_THREADS": threads,
+                "OPENBLAS_NUM_THREADS": threads,
+            },
             stdout=subprocess.PIPE,
             text=True,
             cwd=CHECKOUT,
@@ -56,7 +69,7 @@ def test_every_process_makes_the_same_plan_of_loops_and_of_meshes() -> None:
     ]
     texts = [child.communicate()[0] for child in children]
     assert [child.returncode for child in children] == [0, 0]
-    assert texts[0].count('"fingerprint"') == 2
+    assert texts[0].count('"fingerprint"') == 5
     assert '"pair"' in texts[0], "expected a loop that is written again"
     assert texts[0] == texts[1]
 

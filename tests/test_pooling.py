@@ -10,16 +10,17 @@ import pytest
 from flop_walk import flops_of
 from jax import lax
 from jax.extend.core import primitives
+from step_networks import conv
 
 from remat_opt import Plan, optimize
 from remat_opt.emit.train_step import write
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import save_everything
-from remat_opt.rewrites.pooling import by_places, without_scatter
+from remat_opt.rewrites.pooling import without_scatter
 from remat_opt.targets import measure_flat
 from remat_opt.trace import compat
-from remat_opt.trace.inline import Equation, inline
+from remat_opt.trace.inline import Equation, Program, inline
 from remat_opt.trace.pool_parts import PLACES, places_of, spread
 
 RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
@@ -86,6 +87,23 @@ def test_min_pooling_and_integers_are_searched_in_their_own_order() -> None:
     np.testing.assert_array_equal(in_two_parts(g, x, scatter_in(fun, x, g).params), fun(x, g))
 
 
+IMAGE = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
+
+
+def as_a_gpu_gets_it(fun, *arguments) -> Program:
+    """The program that is written for a GPU, which gives the bits of the function."""
+    bridge = build(inline(jax.make_jaxpr(fun)(*arguments)), RATES, platform="cuda")
+    found = jax.jit(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(*arguments)
+    for one, other in zip(found, jax.tree.leaves(jax.jit(fun)(*arguments)), strict=True):
+        np.testing.assert_array_equal(one, other)
+    return bridge.program
+
+
+def is_rectified(program: Program) -> bool:
+    (places,) = [one for one in program.equations if one.primitive is PLACES]
+    return places.params["rectified"]
+
+
 def rectified_backward(window: int, stride: int, padding: str):
     def fun(x, cotangent):
         return jax.vjp(lambda x: max_pool(jax.nn.relu(x), window, stride, padding), x)[1](cotangent)[0]
@@ -106,13 +124,9 @@ def test_a_rectifiers_gradient_is_the_same_to_the_bit_without_its_mask(
     pooled = jax.eval_shape(lambda x: max_pool(x, window, stride, padding), x)
     cotangent = jnp.asarray(rng.normal(size=pooled.shape), jnp.float32)
     fun = rectified_backward(window, stride, padding)
-    program = inline(jax.make_jaxpr(fun)(x, cotangent))
-    bridge = build(program, RATES, platform="cuda")
-    (places,) = [one for one in bridge.program.equations if one.primitive is PLACES]
-    assert places.params["rectified"]
-    assert not any(one.primitive is primitives.gt_p for one in bridge.program.equations)
-    found = jax.jit(lambda *leaves: write(bridge, save_everything(bridge.graph), {}, leaves))(x, cotangent)
-    np.testing.assert_array_equal(found[0], jax.jit(fun)(x, cotangent))
+    program = as_a_gpu_gets_it(fun, x, cotangent)
+    assert is_rectified(program)
+    assert not any(one.primitive is primitives.gt_p for one in program.equations)
 
 
 def pooled_and_more(x):
@@ -131,13 +145,7 @@ def least_pooled(x):
 
 @pytest.mark.parametrize("loss", [pooled_and_more, pooled_sevenths, least_pooled])
 def test_masks_that_others_need_or_of_other_rectifiers_stay(loss) -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
-    program = by_places(inline(jax.make_jaxpr(jax.grad(loss))(x)), "cuda")
-    (places,) = [one for one in program.equations if one.primitive is PLACES]
-    assert not places.params["rectified"]
-    bridge = build(program, RATES, platform="cuda")
-    (found,) = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
-    np.testing.assert_array_equal(found, jax.jit(jax.grad(loss))(x))
+    assert not is_rectified(as_a_gpu_gets_it(jax.grad(loss), IMAGE))
 
 
 def relu(x):
@@ -171,12 +179,7 @@ NEARLY_RECTIFIERS = {
 def test_what_only_looks_like_a_rectifier_keeps_its_gradient(name: str) -> None:
     forward, backward, rectified = NEARLY_RECTIFIERS[name]
     loss = lambda x: max_pool(with_gradient(forward, backward)(x), 2, 2, "VALID").sum()  # noqa: E731
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
-    bridge = build(inline(jax.make_jaxpr(jax.grad(loss))(x)), RATES, platform="cuda")
-    (places,) = [one for one in bridge.program.equations if one.primitive is PLACES]
-    assert places.params["rectified"] == rectified
-    (found,) = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
-    np.testing.assert_array_equal(found, jax.jit(jax.grad(loss))(x))
+    assert is_rectified(as_a_gpu_gets_it(jax.grad(loss), IMAGE)) == rectified
 
 
 def test_the_gradient_behind_a_pool_may_be_a_result_of_the_step() -> None:
@@ -186,11 +189,7 @@ def test_the_gradient_behind_a_pool_may_be_a_result_of_the_step() -> None:
         (of_rectified,) = unpool(pooled)
         return of_rectified, masked(x, of_rectified)
 
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(2, 6, 6, 3)), jnp.float32)
-    bridge = build(inline(jax.make_jaxpr(with_both_gradients)(x)), RATES, platform="cuda")
-    found = jax.jit(lambda x: write(bridge, save_everything(bridge.graph), {}, [x]))(x)
-    for one, other in zip(found, jax.jit(with_both_gradients)(x), strict=True):
-        np.testing.assert_array_equal(one, other)
+    as_a_gpu_gets_it(with_both_gradients, IMAGE)
 
 
 def test_places_are_read_behind_one_barrier_with_what_was_pooled() -> None:
@@ -255,9 +254,7 @@ IMAGES = jax.ShapeDtypeStruct((16, 56, 56, 64), jnp.float32)
 
 def pooling_step(kernel, images):
     def loss(kernel):
-        x = jax.nn.relu(
-            lax.conv_general_dilated(images, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")) + 1.0
-        )
+        x = jax.nn.relu(conv(images, kernel) + 1.0)
         return (max_pool(x, 2, 2, "VALID") ** 2).mean()
 
     return kernel - 0.1 * jax.grad(loss)(kernel)
@@ -267,9 +264,7 @@ def deep_pooling_step(kernels, images):
     def loss(kernels):
         x = images
         for kernel in kernels:
-            numbers = ("NHWC", "HWIO", "NHWC")
-            x = jax.nn.relu(lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=numbers) + 1.0)
-            x = max_pool(x, 2, 2, "VALID")
+            x = max_pool(jax.nn.relu(conv(x, kernel) + 1.0), 2, 2, "VALID")
         return (x**2).mean()
 
     return jax.tree.map(lambda kernel, gradient: kernel - 0.1 * gradient, kernels, jax.grad(loss)(kernels))
@@ -280,10 +275,7 @@ def test_pools_by_places_pay_where_nothing_is_recomputed(tmp_path: Path) -> None
     kernels = [KERNEL, KERNEL, KERNEL]
     images = jax.ShapeDtypeStruct((16, 64, 64, 64), jnp.float32)
     measured = measure_flat(
-        lambda *leaves: deep_pooling_step(leaves[:3], leaves[3]),
-        [*kernels, images],
-        donated=(0, 1, 2),
-        target=target,
+        lambda *leaves: deep_pooling_step(leaves[:3], leaves[3]), [*kernels, images], donated=(0, 1, 2), target=target
     )
     optimized = optimize(deep_pooling_step, target=target, donate_argnums=0, budget=0.8)
     plan = optimized.plan(kernels, images)

@@ -24,20 +24,6 @@ def random_sizes(source: random.Random, least: int = 1) -> list[int]:
     return [source.randint(0, 20) for _ in range(source.randint(least, 10))]
 
 
-def checkpoint_sets(count: int) -> Iterator[tuple[int, ...]]:
-    """All sets of values of a chain that hold the first and the last one."""
-    inner = range(1, count - 1)
-    for number in range(len(inner) + 1):
-        for chosen in itertools.combinations(inner, number):
-            yield tuple(sorted({0, *chosen, count - 1}))
-
-
-def first_value(sizes: Sequence[int], checkpoints: Sequence[int]) -> int:
-    """Bytes of a set of checkpoints and the most between two of them (Hong et al. 2025, first objective)."""
-    between = [sum(sizes[i + 1 : j]) for i, j in itertools.pairwise(checkpoints)]
-    return sum(sizes[c] for c in checkpoints) + max(between, default=0)
-
-
 # Herrmann, Beaumont et al. 2019
 
 
@@ -225,15 +211,6 @@ def test_rotor_is_the_least_of_all_persistent_schedules(seed: int) -> None:
             assert live <= memory
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_more_memory_never_takes_more_time(seed: int) -> None:
-    stages = random_stages(random.Random(seed), most=10)
-    found = [optimal_sequence(stages, memory) for memory in range(60)]
-    seconds = [math.inf if one is None else one[0] for one in found]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[-1] == sum(stage.forward_seconds + stage.backward_seconds for stage in stages)
-
-
 def test_a_nested_sequence_by_hand() -> None:
     # Unit stages whose backward needs their one intermediate value beside their input.
     stages = [ChainStage(1.0, 1.0, 1, 1)] * 4
@@ -287,29 +264,3 @@ def test_the_grid_lies_evenly_round_the_root_of_what_a_run_without_limit_takes()
 )
 def test_a_checkpoint_every_root_of_n_layers(layers: int, ends: tuple[int, ...]) -> None:
     assert chen.square_root_split(layers) == ends
-
-
-def chen_on_a_chain(sizes: Sequence[int]) -> int:
-    """The first objective of the best of the grid; a value at which a segment ends is a checkpoint."""
-
-    def value(ends: Sequence[int]) -> int:
-        return first_value(sizes, sorted({0, *(end - 1 for end in ends), len(sizes) - 1}))
-
-    at_zero = chen.close_segments(sizes, 0)
-    largest = max(sum(sizes[start:stop]) for start, stop in itertools.pairwise((0, *at_zero, len(sizes))))
-    grid = chen.limits(sum(sizes[end - 1] for end in at_zero), largest)
-    return min(value(chen.close_segments(sizes, limit)) for limit in grid)
-
-
-def test_the_distance_of_the_grid_to_the_optimum() -> None:
-    ratios = []
-    for seed in CHAINS:
-        sizes = [size + 1 for size in random_sizes(random.Random(seed), least=3)]
-        optimum = min(first_value(sizes, chosen) for chosen in checkpoint_sets(len(sizes)))
-        ratios.append(chen_on_a_chain(sizes) / optimum)
-    print(f"\nChen's grid over the optimum on {len(ratios)} chains: {describe(ratios)}")
-    assert min(ratios) >= 1
-
-
-def describe(ratios: Sequence[float]) -> str:
-    return f"mean {sum(ratios) / len(ratios):.3f}, most {max(ratios):.3f}, {ratios.count(1.0)} reach it"

@@ -255,21 +255,12 @@ def test_crossing_branches_are_divided_into_chains() -> None:
     assert ends == [(0, 1, ()), (0, 5, (3, 4)), (1, 5, ()), (1, 7, (2,)), (5, 7, (6,))]
 
 
-def test_the_distance_of_the_division_tree_to_the_optimum() -> None:
-    ratios = []
+def test_what_the_division_tree_finds_is_possible_and_what_it_says() -> None:
     for seed in range(GRAPHS):
         edges, sizes = random_graph(seed)
         found = checkpoints_of_graph(edges, sizes)
         assert objective(edges, sizes, set(found.vertices)) <= found.objective
-        assert found.objective <= sum(sizes[1:-1])
-        best = optimum(edges, sizes)
-        assert found.objective >= best
-        ratios.append(found.objective / best if best else 1.0)
-    exact = sum(ratio == 1 for ratio in ratios)
-    print(
-        f"\nDivision tree over the optimum of its objective on {len(ratios)} graphs: mean "
-        f"{sum(ratios) / len(ratios):.3f}, most {max(ratios):.3f}, equal on {exact}"
-    )
+        assert optimum(edges, sizes) <= found.objective <= sum(sizes[1:-1])
 
 
 # The forward part of a step

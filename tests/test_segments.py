@@ -5,16 +5,12 @@ Peaks are those of the derived schedule in the one liveness model, never the rec
 
 import itertools
 import math
-import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import Sketch, training_chain, training_graph, training_graphs
+from random_graphs import Sketch, training_chain, training_graphs
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.fusion import fuse
@@ -103,33 +99,12 @@ def test_on_chains_of_mixed_kinds_the_distance_to_the_best_cuts_is_small(record_
     assert sum(ratio <= 1 for ratio in ratios) >= 40
 
 
-def assert_no_worse_than_plain(graph: Graph) -> None:
-    solution, plain = search(graph), Problem(graph).plain
-    assert solution.peak <= plain.peak
-    if solution.peak == plain.peak:
-        assert solution.extra_seconds == 0, "expected no recomputation where it saves nothing"
-
-
 @settings(max_examples=40)
 @given(training_graphs())
-def test_the_answer_is_never_worse_than_the_plain_step(graph: Graph) -> None:
-    assert_no_worse_than_plain(graph)
-
-
-@pytest.mark.parametrize("seed", [1, 85, 253, 850])
-def test_segments_that_save_nothing_are_not_taken(seed: int) -> None:
-    source = random.Random(seed)
-    assert_no_worse_than_plain(training_graph(source, source.randint(1, 8)))
-
-
-@settings(max_examples=40)
-@given(training_graphs())
-def test_the_answer_is_what_its_schedule_says(graph: Graph) -> None:
+def test_a_choice_alone_gives_a_schedule_too(graph: Graph) -> None:
+    """The saved values with the cuts: what a plan that was edited by hand becomes."""
     solution, problem = search(graph), Problem(graph)
-    again = problem.scheduled(solution.schedule, solution.choice)
-    assert (again.peak, again.extra_seconds, again.choice) == (solution.peak, solution.extra_seconds, solution.choice)
-    assert solution.extra_seconds == sum(graph.ops[op].seconds for op in solution.schedule.recomputed)
-    # The saved values alone, with the cuts, give a schedule too: what a plan that was edited by hand becomes.
+    assert problem.scheduled(solution.schedule, solution.choice).choice == solution.choice
     assert problem.solution(solution.choice).schedule.recomputed or not solution.schedule.recomputed
 
 
@@ -163,18 +138,6 @@ def test_two_boundaries_are_both_found() -> None:
     alone = search(training_chain([10] * 16)).peak
     assert Problem(two_humps(16)).plain.peak == 181
     assert search(two_humps(16)).peak <= 1.2 * alone
-
-
-@settings(max_examples=30)
-@given(graph=training_graphs(), share=st.floats(0, 1.1))
-def test_a_budget_that_can_be_met_is_met_and_never_costs_more_time_than_less_memory(graph: Graph, share: float) -> None:
-    plain, least = Problem(graph).plain, search(graph)
-    budget = round(least.peak + share * (plain.peak - least.peak))
-    solution = search(graph, budget)
-    assert solution.peak <= budget
-    assert solution.extra_seconds <= least.extra_seconds
-    if budget >= plain.peak:
-        assert not solution.schedule.recomputed
 
 
 def test_on_training_chains_a_budget_takes_little_more_time_than_the_best_cuts_within_it() -> None:
@@ -236,42 +199,3 @@ def test_a_budget_below_the_least_gives_the_least_at_any_cost() -> None:
     one_pass, least = SOLVERS["auto"](problem, None), SOLVERS["auto"](problem, 1)
     assert least.peak < one_pass.peak  # nested: with more than one extra forward pass
     assert one_pass.extra_seconds <= 16 < least.extra_seconds
-
-
-def test_more_budget_takes_less_time_on_a_chain() -> None:
-    problem = Problem(training_chain([10] * 16))
-    budgets = [40, 60, 80, 100, 120, 150, 180]
-    seconds = [SOLVERS["auto"](problem, budget).extra_seconds for budget in budgets]
-    assert seconds == sorted(seconds, reverse=True)
-    assert seconds[0] > seconds[2] > seconds[4] > seconds[-1] == 0
-
-
-ANSWERS = """
-import random
-from random_graphs import training_chain, training_graph
-from test_segments import search, two_humps
-
-graphs = [training_graph(random.Random(seed), 8) for seed in range(30)]
-for graph in [*graphs, training_chain([3, 5, 3, 5, 5, 5, 3, 3]), two_humps(9)]:
-    solution = search(graph)
-    print(solution.schedule, sorted(solution.choice.saved), solution.choice.boundaries, solution.choice.cuts)
-"""
-
-
-def answers(hash_seed: str) -> str:
-    tests = Path(__file__).parent
-    environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": f"{tests.parent}{os.pathsep}{tests}"}
-    run = subprocess.run([sys.executable, "-c", ANSWERS], env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return run.stdout
-
-
-def test_the_same_graph_gives_the_same_schedule_under_every_hash_seed() -> None:
-    first, second = map(answers, ("1", "2"))
-    assert first == second
-    assert "recomputed=True" in first
-
-
-def test_the_same_graph_gives_the_same_schedule_twice() -> None:
-    graphs = [[training_graph(random.Random(seed), 8) for seed in range(10)] for _ in range(2)]
-    assert [search(graph).schedule for graph in graphs[0]] == [search(graph).schedule for graph in graphs[1]]

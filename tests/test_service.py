@@ -286,9 +286,7 @@ def test_a_step_that_runs_unchanged_lowers_to_the_text_of_the_jitted_one(
 
 
 @pytest.mark.parametrize(
-    ("step", "options"),
-    [(twice, {}), (step_of(), {"target": "h200", "verify": False})],
-    ids=["as_given", "rewritten"],
+    ("step", "options"), [(twice, {}), (step_of(), {"target": "h200", "verify": False})], ids=["as_given", "rewritten"]
 )
 @pytest.mark.parametrize("on_error", ["raise", "plain"])
 def test_a_warning_that_is_an_error_loses_no_decision(

@@ -156,8 +156,9 @@ def test_graph_and_search_see_no_jax_but_through_the_bridge() -> None:
     assert {module for module in importers("jax", "jaxlib", "flax", "optax") if is_in(module, *WITHOUT_JAX)} == {BRIDGE}
 
 
-def test_flax_is_imported_only_where_flax_is_meant() -> None:
+def test_optional_packages_are_imported_only_where_they_are_meant() -> None:
     assert {module for module in importers("flax") if not is_in(module, *WITH_FLAX)} == set()
+    assert importers("matplotlib") == {"report.pictures"}
 
 
 def test_only_compat_reaches_into_private_jax() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+import step_networks as networks
 
 from benchmarks.live_buffers import read_live_buffers
 from remat_opt.targets import (
@@ -34,15 +35,17 @@ AVALS = [IMAGES, *[KERNEL] * LAYERS]
 DONATED = tuple(range(1, 1 + LAYERS))
 
 
+def conv_layer(x: jax.Array, kernel: jax.Array) -> jax.Array:
+    return jnp.tanh(networks.conv(x, kernel))
+
+
 def conv_step(images: jax.Array, *kernels: jax.Array) -> list[jax.Array]:
     """One step of gradient descent on a small convolutional network."""
 
     def loss(kernels: Sequence[jax.Array]) -> jax.Array:
         x = images
         for kernel in kernels:
-            x = jnp.tanh(
-                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            )
+            x = conv_layer(x, kernel)
         return jnp.mean(x**2)
 
     return [kernel - 0.1 * gradient for kernel, gradient in zip(kernels, jax.grad(loss)(kernels), strict=True)]
@@ -232,17 +235,10 @@ def test_barriers_hold_on_the_cpu_with_the_option() -> None:
         def loss(kernels: Sequence[jax.Array]) -> jax.Array:
             x = images
             for kernel in kernels:
-                x = jax.checkpoint(lambda x, k: jnp.tanh(conv_block(x, k)))(x, kernel)
+                x = jax.checkpoint(lambda x, k: conv_layer(conv_layer(conv_layer(x, k), k), k))(x, kernel)
             return jnp.mean(x**2)
 
         return list(jax.grad(loss)(kernels))
-
-    def conv_block(x: jax.Array, kernel: jax.Array) -> jax.Array:
-        for _ in range(3):
-            x = jnp.tanh(
-                jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
-            )
-        return x
 
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
     with Worker(resolve_target("cpu")) as worker:

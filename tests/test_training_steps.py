@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 from numpy_ops import apply_in_numpy
 from op_by_op import bits, run_op_by_op
-from smaller_steps import smaller_case
-from training_steps import STEPS, StepCase
+from training_steps import STEPS, StepCase, smaller_case
 
 from remat_opt import optimize
 

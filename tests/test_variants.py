@@ -16,6 +16,7 @@ from remat_opt.loops import choose
 from remat_opt.loops.choose import MOST_EXTRA
 from remat_opt.planner.candidates import Variants
 from remat_opt.report.units import format_bytes
+from remat_opt.search import SOLVERS
 
 LAYERS, BATCH, WIDTH = 12, 1024, 32
 
@@ -108,11 +109,8 @@ def test_a_budget_holds_in_the_compiled_step_and_costs_less_than_the_minimum_mem
 def test_a_search_is_asked_once_for_each_variant_and_limit(solver, monkeypatch):
     asked = []
     given = remat_opt.optimize(scanned()[0]).prepare(*scanned()[1])
-    monkeypatch.setattr(
-        remat_opt.planner.candidates,
-        "solve",
-        lambda *question: asked.append(question) or remat_opt.planner.processes.solve(*question),
-    )
+    solve = SOLVERS[solver]
+    monkeypatch.setitem(SOLVERS, solver, lambda *question: asked.append(question) or solve(*question))
     variants = Variants(given, solver)
     variants.minimum_memory()
     variants.frontier(3)

@@ -5,66 +5,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from jax import lax
 from jax.extend.core import primitives
-from test_write import BATCH, OPTIONS, WIDTHS, mlp_state, momentum_step
-from written_programs import RATES, bridge_of, jaxpr_of, names_of, outline, written
+from test_write import BATCH, WIDTHS, mlp_state, momentum_step
+from written_programs import RATES, bridge_of, jaxpr_of, names_of, outline
 
 from remat_opt.emit.train_step import write
 from remat_opt.graph.build import build
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import Run, Schedule, save_everything
+from remat_opt.graph.schedule import save_everything
 from remat_opt.trace import compat
 from remat_opt.trace.inline import inline
-
-
-def test_prints_happen_once_and_in_order(capfd: pytest.CaptureFixture) -> None:
-    def step(x):
-        jax.debug.print("first {}", x[0, 0], ordered=True)
-        a = x @ x
-        jax.debug.print("second {}", a[0, 0], ordered=True)
-        return a @ (a @ x)
-
-    bridge = bridge_of(step, jnp.eye(2))
-    graph = bridge.graph
-    turn = len(graph.ops) - 1
-    schedule = derive(graph, Choice(boundaries=(turn,)), range(len(graph.ops)))
-    assert schedule.recomputed
-    jax.jit(written(bridge, schedule))(jnp.eye(2))
-    jax.effects_barrier()
-    assert capfd.readouterr().out.split("\n")[:-1] == ["first 1.0", "second 1.0"]
-
-
-def test_a_dropout_mask_that_is_recomputed_is_the_same() -> None:
-    def objective(w, x, key):
-        kept = jax.random.bernoulli(key, 0.5, (7, 5))
-        hidden = jnp.where(kept, jnp.tanh(x @ w), 0.0)
-        return jnp.sum((hidden @ w.T) ** 2)
-
-    arguments = (jnp.linspace(0, 1, 15).reshape(3, 5), BATCH[0], jax.random.key(3))
-    bridge = bridge_of(jax.grad(objective), *arguments)
-    order = range(len(bridge.graph.ops))
-    turn = len(bridge.graph.ops) - 2
-    schedule = derive(bridge.graph, Choice(boundaries=(turn,)), order)
-    assert "random_bits" in {bridge.graph.ops[op].name for op in schedule.recomputed}
-    got = jax.jit(written(bridge, schedule), compiler_options=OPTIONS)(*arguments)
-    np.testing.assert_allclose(got[0], jax.grad(objective)(*arguments), rtol=1e-5)
-
-
-def test_loops_are_recomputed_whole() -> None:
-    def step(x):
-        a, _ = lax.scan(lambda c, row: (jnp.sin(c @ x), row), x, jnp.arange(3.0))
-        return (a @ x) @ a
-
-    bridge = bridge_of(step, BATCH[0][:3])
-    last = len(bridge.graph.ops) - 1
-    scan = next(index for index, op in enumerate(bridge.graph.ops) if op.name == "scan")
-    runs = (Run(tuple(range(last))), Run((scan,), recomputed=True), Run((last,)))
-    jaxpr = jaxpr_of(bridge, Schedule(runs))
-    assert names_of(jaxpr, inside=True).count("scan") == 2
-    np.testing.assert_allclose(written(bridge, Schedule(runs))(BATCH[0][:3])[0], step(BATCH[0][:3]), rtol=1e-6)
 
 
 def test_an_update_in_place_waits_for_the_last_reader_of_the_old_weight() -> None:

@@ -5,7 +5,7 @@ temporary memory on the CPU. Those built by `jax.jit`, `nnx.jit` or `eqx.filter_
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ INPUTS, OUTPUTS = 32, 8
 class StepCase:
     """`step(*make_args(), **make_kwargs())` is one training step; `flat` if its jaxpr has no loop.
 
-    `make_args` may take sizes: those of `smaller_steps.SMALLER`.
+    `make_args` may take sizes: those of `SMALLER`.
     """
 
     name: str
@@ -158,11 +158,14 @@ def gan_case() -> StepCase:
     return StepCase("gan", step, make_args)
 
 
-def transformer_case() -> StepCase:
+def transformer_case(name: str = "transformer", block: Callable = networks.transformer_block) -> StepCase:
     """Unrolled blocks with AdamW."""
     optimizer = optax.adamw(1e-3)
-    step = step_of(lambda p, tokens: networks.next_token_loss(networks.transformer(p, tokens), tokens), optimizer)
-    return StepCase("transformer", step, partial(transformer_args, optimizer))
+
+    def loss(params: Params, tokens: jax.Array) -> jax.Array:
+        return networks.next_token_loss(networks.transformer(params, tokens, block=block), tokens)
+
+    return StepCase(name, step_of(loss, optimizer), partial(transformer_args, optimizer))
 
 
 def dropout_case() -> StepCase:
@@ -214,15 +217,6 @@ def nnx_args(hidden_layers: int = 8) -> tuple:
     return model, nnx.Optimizer(model, optax.adam(1e-3), wrt=nnx.Param), *vectors(np.random.default_rng(0))
 
 
-def nnx_case() -> StepCase:
-    """A plain function of an nnx module: only `nnx.jit` would carry its updates out."""
-    return StepCase("nnx", nnx_step, nnx_args)
-
-
-def nnx_jit_case() -> StepCase:
-    return StepCase("nnx_jit", nnx.jit(nnx_step), nnx_args)
-
-
 def equinox_case() -> StepCase:
     """A module whose leaves include functions, under `eqx.filter_jit`."""
     optimizer = optax.adam(1e-3)
@@ -253,36 +247,6 @@ def vjp_case() -> StepCase:
         return state.params, x, y
 
     return StepCase("vjp", step, make_args)
-
-
-def checkpointed(name: str, block: Callable[..., jax.Array]) -> StepCase:
-    """The transformer with the user's own checkpoints on its blocks."""
-    optimizer = optax.adamw(1e-3)
-
-    def loss(params: Params, tokens: jax.Array) -> jax.Array:
-        return networks.next_token_loss(networks.transformer(params, tokens, block=block), tokens)
-
-    return StepCase(name, step_of(loss, optimizer), partial(transformer_args, optimizer))
-
-
-def checkpoint_blocks_case() -> StepCase:
-    return checkpointed("checkpoint_blocks", jax.checkpoint(networks.transformer_block))
-
-
-def checkpoint_policy_case() -> StepCase:
-    policy = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
-    return checkpointed("checkpoint_policy", jax.checkpoint(networks.transformer_block, policy=policy))
-
-
-def hand_written_attention_case() -> StepCase:
-    """Attention with its own `custom_vjp` in every block."""
-    optimizer = optax.adamw(1e-3)
-    block = partial(networks.transformer_block, attention=networks.hand_written_attention)
-
-    def loss(params: Params, tokens: jax.Array) -> jax.Array:
-        return networks.next_token_loss(networks.transformer(params, tokens, block=block), tokens)
-
-    return StepCase("hand_written_attention", step_of(loss, optimizer), partial(transformer_args, optimizer))
 
 
 def random_wiring_case() -> StepCase:
@@ -368,6 +332,12 @@ def micro_batches_case() -> StepCase:
     return StepCase("micro_batches", step, partial(mlp_args, optimizer))
 
 
+CHECKPOINTED = jax.checkpoint(networks.transformer_block)
+WITH_A_POLICY = jax.checkpoint(
+    networks.transformer_block, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+)
+BY_HAND = partial(networks.transformer_block, attention=networks.hand_written_attention)
+
 STEPS: dict[str, Callable[[], StepCase]] = {
     "mlp": mlp_case,
     "conv_net": conv_net_case,
@@ -375,16 +345,34 @@ STEPS: dict[str, Callable[[], StepCase]] = {
     "gan": gan_case,
     "transformer": transformer_case,
     "dropout": dropout_case,
-    "nnx": nnx_case,
-    "nnx_jit": nnx_jit_case,
+    "nnx": lambda: StepCase("nnx", nnx_step, nnx_args),  # only `nnx.jit` would carry its updates out
+    "nnx_jit": lambda: StepCase("nnx_jit", nnx.jit(nnx_step), nnx_args),
     "equinox": equinox_case,
     "vjp": vjp_case,
-    "checkpoint_blocks": checkpoint_blocks_case,
-    "checkpoint_policy": checkpoint_policy_case,
-    "hand_written_attention": hand_written_attention_case,
+    "checkpoint_blocks": partial(transformer_case, "checkpoint_blocks", CHECKPOINTED),
+    "checkpoint_policy": partial(transformer_case, "checkpoint_policy", WITH_A_POLICY),
+    "hand_written_attention": partial(transformer_case, "hand_written_attention", BY_HAND),
     "random_wiring": random_wiring_case,
     "has_aux": has_aux_case,
     "mixed_precision": mixed_precision_case,
     "keyword_and_static": keyword_and_static_case,
     "micro_batches": micro_batches_case,
 }
+
+TRANSFORMERS = ("transformer", "dropout", "checkpoint_blocks", "checkpoint_policy", "hand_written_attention")
+# Sizes at which a test sees the same, sooner; the benchmarks keep figures of the full ones.
+SMALLER: dict[str, dict[str, int]] = {
+    **{name: {"layers": 4, "batch": 8} for name in TRANSFORMERS},
+    "mlp": {"hidden_layers": 12},
+    "gan": {"hidden_layers": 5},
+    "nnx": {"hidden_layers": 5},
+    "nnx_jit": {"hidden_layers": 5},
+    "mixed_precision": {"hidden_layers": 8},
+    "micro_batches": {"hidden_layers": 8},
+}
+
+
+def smaller_case(name: str) -> StepCase:
+    """A case of `STEPS` at the size of `SMALLER`."""
+    case = STEPS[name]()
+    return replace(case, make_args=partial(case.make_args, **SMALLER.get(name, {})))

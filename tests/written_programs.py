@@ -13,7 +13,7 @@ from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.schedule import Schedule
 from remat_opt.trace import compat
-from remat_opt.trace.inline import inline
+from remat_opt.trace.inline import Constant, Program, inline
 
 RATES = Rates(bandwidth=1e9, flops={"float32": 1e9})
 
@@ -38,6 +38,19 @@ def jaxpr_of(bridge: Bridge, schedule: Schedule, names: dict[int, str] | None = 
     jaxpr = jax.make_jaxpr(written(bridge, schedule, names))(*avals)
     core.check_jaxpr(compat.bare_jaxpr(jaxpr))
     return jaxpr
+
+
+def evaluate(program: Program, *arguments: Any) -> list[Any]:
+    """One equation after the other."""
+    environment = dict(zip(program.inputs, jax.tree.leaves(arguments), strict=True)) | dict(program.constants)
+
+    def read(atom: int | Constant) -> Any:
+        return atom.value if isinstance(atom, Constant) else environment[atom]
+
+    for equation in program.equations:
+        results = compat.bind_equation(equation.primitive, equation.params, list(map(read, equation.inputs)))
+        environment.update(zip(equation.outputs, results, strict=True))
+    return list(map(read, program.outputs))
 
 
 def equations(jaxpr: Any, *, inside: bool = False) -> Iterator[Any]:
