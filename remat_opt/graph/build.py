@@ -64,7 +64,7 @@ def build(
     *,
     platform: str = "",
     keep_scatters: bool = False,
-    stores_shared: bool = False,
+    as_compiled: bool = False,
 ) -> Bridge:
     """Build the graph of a flat program as it is to be planned and written.
 
@@ -74,7 +74,7 @@ def build(
         donated: for each input of the program whether its buffer may be reused.
         platform: "cpu", "cuda" or "tpu", of the compiler; some operations are written in another form for it.
         keep_scatters: the backward passes of pools are to be as they were given; by default they are of two parts.
-        stores_shared: the compiler stores what several kernels read, as it does in a program that we do not write.
+        as_compiled: for predictions of a program that we do not write, see `fuse`.
     """
     if not keep_scatters:
         program = by_places(program, platform)
@@ -96,7 +96,8 @@ def build(
     fusion = fuse(
         unfused,
         with_sums=True,
-        is_stored_if_shared=lambda op: stores_shared and (platform == "cpu" or (platform in GPUS and op.expensive)),
+        overwrites=as_compiled,
+        is_stored_if_shared=lambda op: as_compiled and (platform == "cpu" or (platform in GPUS and op.expensive)),
     )
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
         counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)

@@ -10,7 +10,7 @@ covers is read after it anyway. The workspace of an op is live while the op runs
 
 An elementwise kernel writes its result over an operand of as many bytes that it reads last
 (XLA's `HloDataflowAnalysis::CanShareOperandBufferWithUser`): while it runs, the two count once. What has passed a
-barrier is no operand of the kernel's own, and is not written over.
+barrier is no operand of the kernel's own, and is not written over. Ops say by `same_place` where this is counted.
 """
 
 from __future__ import annotations

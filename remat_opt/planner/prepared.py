@@ -177,7 +177,7 @@ class Prepared:
             program = inline(compat.without_dead_code(self.captured.traced.jaxpr), merge_checkpoints=False)
         else:
             program = self.unchanged.captured.program
-        return _bridge(program, self.captured, self.target, keep_scatters=True, stores_shared=True).graph
+        return _bridge(program, self.captured, self.target, keep_scatters=True, as_compiled=True).graph
 
     @functools.cached_property
     def plain_peak(self) -> int:
