@@ -1,6 +1,7 @@
 """`remat_opt.measure`: the compilers' figures of a step, plain and optimised."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -231,3 +232,27 @@ def test_explain_says_where_a_peak_lies_above_the_limit_of_xla() -> None:
     limit = explanation.xla_limit_bytes
     assert f"lies above {limit / 1e9:.1f} GB" in " ".join(str(above).split())
     assert f"budget={limit:_}" in str(above)
+
+
+def gelu_layer(x, weight):
+    return jax.nn.gelu(x @ weight)
+
+
+def normalised_layer(x, weight):
+    x = x @ weight
+    x = x - x.mean(0)
+    return jax.nn.relu(x * jax.lax.rsqrt((x**2).mean(0) + 1e-5))
+
+
+@pytest.mark.parametrize(("layer", "target"), [(gelu_layer, "h200"), (normalised_layer, "cpu")])
+def test_what_compilers_store_of_the_original_step_is_predicted(layer, target: str) -> None:
+    def step(weights, x):
+        def loss(weights):
+            return jnp.mean(functools.reduce(layer, weights, x) ** 2)
+
+        return jax.tree.map(lambda weight, gradient: weight - 0.1 * gradient, weights, jax.grad(loss)(weights))
+
+    x = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+    plan = remat_opt.optimize(step, target=target, donate_argnums=0, verify=False).plan(PARAMS, x)
+    compiled = remat_opt.measure(jax.jit(step, donate_argnums=0), PARAMS, x, target=target).plain
+    assert plan.predicted.plain_peak_bytes == pytest.approx(compiled.temp_bytes, rel=0.16)
