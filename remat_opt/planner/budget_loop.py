@@ -81,7 +81,7 @@ class _BudgetLoop:
         self.first_correction = FIRST_MARGIN
         plain = planner.plain_figures
         if plain is not None and planner.original.is_divided:  # the graph has the sizes on all devices together
-            self.first_correction *= plain.temp_bytes / max(planner.original.plain_peak, 1)
+            self.first_correction *= plain.temp_bytes / max(planner.original.comparable_peak, 1)
             self.fixed = self.counted(plain) - plain.temp_bytes
 
     def run(self) -> Decision:
