@@ -62,7 +62,9 @@ class Candidate:
 
     def is_the_same_as(self, other: Candidate) -> bool:
         """Whether both candidates emit the same step."""
-        return self.prepared is other.prepared and self.solution.schedule == other.solution.schedule
+        ours, theirs = self.prepared, other.prepared
+        is_same_program = ours.bridge is theirs.bridge and ours.is_rewritten == theirs.is_rewritten
+        return is_same_program and self.solution.schedule == other.solution.schedule
 
 
 class Variants:
