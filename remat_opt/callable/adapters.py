@@ -77,8 +77,6 @@ class AdaptedFunction:
         return self if instance is None else BoundFunction(self, instance)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("plan", "explain", "jaxpr"):  # the library has none of these: the function inside answers
-            return lambda *args, **kwargs: self.ask(lambda made, a, k: getattr(made, name)(*a, **k), args, kwargs)
         return getattr(self._twin, name)  # lower, trace, eval_shape where the library has them
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
@@ -91,6 +89,18 @@ class AdaptedFunction:
         finally:
             self._inner.asked.question = None
         raise RuntimeError("expected the library's jit object to lower its inner function; it did not")
+
+    def plan(self, *args, **kwargs) -> Any:
+        """What was decided for these arguments."""
+        return self.ask(lambda made, args, kwargs: made.plan(*args, **kwargs), args, kwargs)
+
+    def explain(self, *args, **kwargs) -> Any:
+        """What is saved, what is recomputed, why, and what it costs."""
+        return self.ask(lambda made, args, kwargs: made.explain(*args, **kwargs), args, kwargs)
+
+    def jaxpr(self, *args, **kwargs) -> Any:
+        """The closed jaxpr of the optimised step, on the arrays that the library passes to its jit."""
+        return self.ask(lambda made, args, kwargs: made.jaxpr(*args, **kwargs), args, kwargs)
 
 
 def is_adaptable(fun: Any) -> bool:

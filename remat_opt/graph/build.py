@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +81,7 @@ def build(
         program = by_slices(program, _shares_tiles(program))
     masks = masks_of_bits(program) if platform == "cpu" else frozenset()
     read = _read_ops(program, rates, platform, masks)
-    equation_of, constant_equations = read.equation_of, read.constants
+    equation_of, constant_equations = read.equation_of, program.constant
     unfused = Graph(
         sizes=tuple(bytes_of(aval) for aval in program.avals),
         ops=tuple(read.ops),
@@ -122,13 +121,11 @@ class _ReadOps(NamedTuple):
     Attributes:
         ops: one for each equation that is neither a constant nor a kernel's reversal.
         equation_of: for each op its equation.
-        constants: equations that depend on no input, by the values they make.
         turned: equations that reverse a kernel for convolutions alone, by the values they make.
     """
 
     ops: list[Op]
     equation_of: list[int]
-    constants: dict[int, int]
     turned: dict[int, int]
 
 
@@ -141,26 +138,23 @@ def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[in
         platform: as of `build`.
         masks: values that are stored, with all that they are made of fused into them.
     """
-    read = _ReadOps([], [], {}, {})
+    read = _ReadOps([], [], {})
     known_workspaces = dict(program.workspaces)
     kernels = _turned_kernels(program) if platform in GPUS else {}
-    readers = collections.Counter(x for e in program.equations for x in {*e.inputs} if isinstance(x, int))
-    readers.update(x for x in program.outputs if isinstance(x, int))
     peak_of_body = in_its_own_order(rates)
     for index, equation in enumerate(program.equations):
-        if is_constant(equation, read.constants):
-            read.constants.update(dict.fromkeys(equation.outputs, index))
+        if any(value in program.constant for value in equation.outputs):
             continue
         if kernels.keys() & equation.outputs:
             read.turned.update(dict.fromkeys(equation.outputs, index))
             continue
-        op = op_of(program, equation, rates, read.constants)
+        op = op_of(program, equation, rates)
         inputs = tuple(dict.fromkeys(kernels.get(value, value) for value in op.inputs)) if kernels else op.inputs
         inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
         if inside is None:
             inside = workspace_of_loops(equation.primitive, equation.params, peak_of_body)
         space = max(workspace_of(equation, program, platform), inside)
-        space -= _carried_in_place(equation, program, inputs, readers)
+        space -= _carried_in_place(equation, program, inputs)
         # A GPU's pool is a loop like others, into which its operand is fused.
         reduces = (platform in GPUS and equation.primitive in POOLS) or masks.intersection(equation.outputs)
         kind = Kind.REDUCTION if reduces else op.kind
@@ -188,12 +182,8 @@ def _is_kernel(equation: Equation, operand: int) -> bool:
     return equation.primitive is P.conv_general_dilated_p and operand == 1
 
 
-def is_constant(equation: Equation, known: dict[int, int]) -> bool:
-    return equation.primitive in ELEMENTWISE and all(isinstance(x, Constant) or x in known for x in equation.inputs)
-
-
-def op_of(program: Program, equation: Equation, rates: Rates, constants: dict[int, int]) -> Op:
-    inputs = tuple(dict.fromkeys(x for x in equation.inputs if not isinstance(x, Constant) and x not in constants))
+def op_of(program: Program, equation: Equation, rates: Rates) -> Op:
+    inputs = tuple(value for value in equation.reads if value not in program.constant)
     flops = flops_of(equation, program)
     kind = kind_of(equation.primitive)
     moved = sum(bytes_of(program.avals[value]) for value in equation.outputs)
@@ -222,18 +212,17 @@ def _read_at_the_same_place(equation: Equation, program: Program, operands: tupl
     return tuple(value for value in operands if program.avals[value].size == size)
 
 
-def _carried_in_place(
-    equation: Equation, program: Program, buffers: Collection[int], readers: Mapping[int, int]
-) -> int:
+def _carried_in_place(equation: Equation, program: Program, buffers: Collection[int]) -> int:
     """Bytes of what a loop carries in the buffers that it begins with: those that nothing else reads."""
     if equation.primitive not in (P.scan_p, P.while_p):
         return 0
     first, count = compat.loop_counts(equation.params)
-    carries, given = [x for x in equation.inputs[first : first + count] if isinstance(x, int)], {*program.inputs}
+    carries = [x for x in equation.inputs[first : first + count] if isinstance(x, int)]
+    others = {*program.inputs} | program.returned
     return sum(
         bytes_of(program.avals[value])
         for value in carries
-        if value in buffers and value not in given and readers[value] == 1 and carries.count(value) == 1
+        if value in buffers and value not in others and len(program.readers[value]) == carries.count(value) == 1
     )
 
 

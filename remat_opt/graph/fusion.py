@@ -17,9 +17,9 @@ XLA fuses elementwise ops into their users, so that most values of a jaxpr are n
 5. Of the original step, a compiler stores a virtual value that several kernels read where it would not compute it in
    each of them: XLA for CPUs any (`CpuInstructionFusion`), for GPUs expensive arithmetic (`PriorityFusion`). In what we
    write, each run makes virtual values afresh.
-6. Of the original step, a kernel writes its result over an operand (see `liveness.py`). With this rule searches found
-   worse plans (AlexNet for an H200 1339 MB instead of 1120, ResNet-18 twice the FLOPs): in what we write a barrier or a
-   value that the compiler stores for a second kernel is often in the way.
+6. Of the original step, a kernel writes its result over an operand (see `liveness.py`). In what we write, a barrier or
+   a value that the compiler stores for a second kernel is often in the way: with this rule searches find worse plans
+   (docs/measured.md).
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
 virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever
