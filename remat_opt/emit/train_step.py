@@ -20,7 +20,7 @@ from remat_opt.graph.barriers import Barrier, barriers
 from remat_opt.graph.build import Bridge
 from remat_opt.graph.cpu_barriers import cpu_barriers
 from remat_opt.graph.graph import Kind
-from remat_opt.graph.liveness import simulate
+from remat_opt.graph.liveness import Liveness, simulate
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.rewrites.masks import is_zero
@@ -54,6 +54,17 @@ def write(
     return _Writer(bridge, saved_names, is_step_of_loop).run(schedule, arguments)
 
 
+def overwritten_by(schedule: Schedule, liveness: Liveness) -> dict[int, dict[int, int]]:
+    lives = liveness.lives
+    at = dict(zip(lives.death[liveness.overwritten].tolist(), lives.value[liveness.overwritten].tolist(), strict=True))
+    found, position = {}, 0
+    for index, run in enumerate(schedule.runs):
+        position += run.recomputed
+        found[index] = {op: at[place] for place, op in enumerate(run.ops, position) if place in at}
+        position += len(run.ops)
+    return found
+
+
 class _Writer:
     def __init__(self, bridge: Bridge, saved_names: dict[int, str], is_step_of_loop: bool):
         self.bridge = bridge
@@ -73,6 +84,8 @@ class _Writer:
         # Of several devices each type says more than shape and numbers, and a TPU's compiler keeps the order written.
         self.zeros_are_late = bridge.platform != "tpu" and bridge.program.marks is None
         self.updated = self.written_over() if self.is_for_gpu else frozenset()
+        self.as_made: dict[int, Any] = {}  # values that went through a barrier, as they were before
+        self.overwritten: dict[int, dict[int, int]] = {}  # for each run the operand that an op writes its result over
 
     def written_over(self) -> frozenset[int]:
         """Outputs that take the place of a donated argument.
@@ -95,6 +108,7 @@ class _Writer:
         self.guards = guards(self.bridge.graph, schedule)
         if self.is_for_gpu:
             liveness = simulate(self.bridge.graph, schedule)
+            self.overwritten = overwritten_by(schedule, liveness)
             slices = self.slices.keys() if self.is_step_of_loop else None
             self.barriers = barriers(self.bridge.graph, schedule, liveness, slices)
         elif self.bridge.platform == "cpu":
@@ -125,10 +139,17 @@ class _Writer:
                 alone = {value: lax.optimization_barrier(environment[value]) for value in barrier.operands}
                 results = self.bind(equation, {**environment, **alone}, {}, recomputed=not first_run)
             else:
+                over = self.overwritten.get(self.run_index, {}).get(op) if first_run else None
                 if barrier:
                     self.wait(barrier, environment, on_demand)
-                results = self.bind(equation, environment, on_demand, recomputed=not first_run)
+                    if over in barrier.operands:
+                        over = None
+                here = environment if over not in self.as_made else {**environment, over: self.as_made[over]}
+                results = self.bind(equation, here, on_demand, recomputed=not first_run)
             environment.update(zip(equation.outputs, results, strict=True))
+            if first_run:
+                for value in equation.outputs:
+                    self.as_made.pop(value, None)
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
                 other = self.in_one_barrier.get(value)
                 values = [value] if other is None or other not in environment else [value, other]
@@ -150,8 +171,15 @@ class _Writer:
     def through_barrier(self, values: Sequence[int], environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
         """Take values through one barrier; they are read as its results from then on."""
         results = lax.optimization_barrier([environment[value] for value in values])
+        if environment is self.environment:
+            self.keep_as_made(values)
         environment.update(zip(values, results, strict=True))
         self.drop_made_of(values, on_demand)
+
+    def keep_as_made(self, values: Iterable[int]) -> None:
+        for value in values:
+            if value not in self.program.inputs:
+                self.as_made.setdefault(value, self.environment[value])
 
     def drop_made_of(self, values: Iterable[int], on_demand: dict[int, Any]) -> None:
         """What was made on demand of values as they were in front of a barrier."""
@@ -245,6 +273,9 @@ class _Writer:
         constants = compat.constants_of(jaxpr)  # stacks, and a step's number, of what a loop's step reads again
         through = [*(False for _ in constants), *(value not in past for value in covered)]
         outputs = compat.bind_remat(compat.open_jaxpr(jaxpr), [*constants, *inputs], through, self.policy)
+        for value in crossing.makes:
+            self.as_made.pop(value, None)
+        self.keep_as_made(value for value in results if value not in crossing.makes)
         self.environment.update(zip(results, outputs[: len(results)], strict=True))
         return dict(zip(handed_on, outputs[len(results) :], strict=True))
 

@@ -252,7 +252,8 @@ class _BarriersOfRun:
         """The largest value that the kernel reads and that is no argument (a barrier would copy a donated one); −1
         where there is none."""
         made = [value for value in self.graph.ops[op].inputs if self.graph.producer[value] >= 0]
-        return max(made, key=lambda value: (self.graph.sizes[value], value), default=-1)
+        over = self.graph.overwritable_by(self.graph.ops[op])
+        return max(made, key=lambda value: (value not in over, self.graph.sizes[value], value), default=-1)
 
     def results_of(self, late: int, op: int) -> dict[int, int]:
         """For each kernel (as bits) the smallest value still to be read that depends on the kernel, so that waiting for

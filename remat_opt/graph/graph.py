@@ -158,6 +158,11 @@ class Graph:
         return Events(touched, Lists(np.fromiter(makes, dtype=bool), touched.start, touched.counts))
 
     @functools.cached_property
+    def reduces(self) -> np.ndarray:
+        """For each op whether it is a reduction."""
+        return np.array([op.kind is Kind.REDUCTION for op in self.ops], dtype=bool)
+
+    @functools.cached_property
     def overwritable(self) -> np.ndarray:
         """For each of `events.touched`, whether it is an operand that the op's one result may be written over."""
         found: list[bool] = []
@@ -168,7 +173,7 @@ class Graph:
 
     def overwritable_by(self, op: Op) -> tuple[int, ...]:
         """Operands that an op's one result may be written over."""
-        if len(op.outputs) != 1:
+        if len(op.outputs) != 1 or any(self.ops[user].kind is Kind.REDUCTION for user in self.users[op.outputs[0]]):
             return ()
         return tuple(value for value in op.same_place if self.sizes[value] == self.sizes[op.outputs[0]])
 

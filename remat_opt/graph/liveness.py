@@ -156,7 +156,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     _share_places(graph, lives)
     live = bytes_live(lives.size, lives.birth, lives.death, end)
     live[positions] += graph.workspaces[ops]
-    overwritten = _overwritten(lives, np.flatnonzero(np.bincount(positions, minlength=end) == 0))
+    overwritten = _overwritten(graph, lives, ops, positions, end)
     live[lives.death[overwritten]] -= lives.size[overwritten]
     return Liveness(live, lives, overwritten)
 
@@ -248,10 +248,17 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
     )
 
 
-def _overwritten(lives: Lives, barriers: np.ndarray) -> np.ndarray:
+def _overwritten(graph: Graph, lives: Lives, ops: np.ndarray, positions: np.ndarray, end: int) -> np.ndarray:
     """The first operand of each op that its result is written over."""
-    has_no_barrier = np.searchsorted(barriers, lives.birth) == np.searchsorted(barriers, lives.death)
-    operands = np.flatnonzero(lives.overwritable & has_no_barrier & (lives.size > 0))
+    barriers = np.flatnonzero(np.bincount(positions, minlength=end) == 0)
+    reduces = np.zeros(end + 1, dtype=bool)
+    reduces[positions] = graph.reduces[ops]
+    # Behind the first barrier an elementwise kernel and a reduction before it read what they share behind a barrier.
+    reduced = np.full(len(lives), -1)
+    np.maximum.at(reduced, lives.reader, np.where(reduces[lives.read_at], lives.read_at, -1))
+    runs = np.searchsorted(barriers, lives.death)
+    is_apart = (reduced >= 0) & (runs > 0) & (runs == np.searchsorted(barriers, reduced))
+    operands = np.flatnonzero(lives.overwritable & ~is_apart & (lives.size > 0))
     at, first = np.unique(lives.death[operands], return_index=True)
     is_buffer = lives.size[np.searchsorted(lives.birth, at)] > 0  # the result, the first that is made at the position
     return operands[first[is_buffer]]
