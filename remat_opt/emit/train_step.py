@@ -20,7 +20,7 @@ from remat_opt.graph.barriers import Barrier, barriers
 from remat_opt.graph.build import Bridge
 from remat_opt.graph.cpu_barriers import cpu_barriers
 from remat_opt.graph.graph import Kind
-from remat_opt.graph.liveness import Liveness, simulate
+from remat_opt.graph.liveness import overwritten_operands, simulate
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
 from remat_opt.rewrites.masks import is_zero
@@ -54,17 +54,6 @@ def write(
     return _Writer(bridge, saved_names, is_step_of_loop).run(schedule, arguments)
 
 
-def overwritten_by(schedule: Schedule, liveness: Liveness) -> dict[int, dict[int, int]]:
-    lives = liveness.lives
-    at = dict(zip(lives.death[liveness.overwritten].tolist(), lives.value[liveness.overwritten].tolist(), strict=True))
-    found, position = {}, 0
-    for index, run in enumerate(schedule.runs):
-        position += run.recomputed
-        found[index] = {op: at[place] for place, op in enumerate(run.ops, position) if place in at}
-        position += len(run.ops)
-    return found
-
-
 class _Writer:
     def __init__(self, bridge: Bridge, saved_names: dict[int, str], is_step_of_loop: bool):
         self.bridge = bridge
@@ -84,8 +73,8 @@ class _Writer:
         # Of several devices each type says more than shape and numbers, and a TPU's compiler keeps the order written.
         self.zeros_are_late = bridge.platform != "tpu" and bridge.program.marks is None
         self.updated = self.written_over() if self.is_for_gpu else frozenset()
-        self.as_made: dict[int, Any] = {}  # values that went through a barrier, as they were before
-        self.overwritten: dict[int, dict[int, int]] = {}  # for each run the operand that an op writes its result over
+        self.before_barriers: dict[int, Any] = {}  # values that have gone through barriers, as they were made
+        self.overwritten: dict[tuple[int, int], int] = {}  # by run and op the operand that the result is written over
 
     def written_over(self) -> frozenset[int]:
         """Outputs that take the place of a donated argument.
@@ -106,13 +95,13 @@ class _Writer:
         self.environment.update((value, at_once(argument)) for value, argument in given.items())
         self.environment.update(self.program.constants)
         self.guards = guards(self.bridge.graph, schedule)
+        liveness = simulate(self.bridge.graph, schedule)
+        self.overwritten = overwritten_operands(schedule, liveness)
         if self.is_for_gpu:
-            liveness = simulate(self.bridge.graph, schedule)
-            self.overwritten = overwritten_by(schedule, liveness)
             slices = self.slices.keys() if self.is_step_of_loop else None
             self.barriers = barriers(self.bridge.graph, schedule, liveness, slices)
         elif self.bridge.platform == "cpu":
-            self.barriers = cpu_barriers(self.bridge.graph, schedule, simulate(self.bridge.graph, schedule))
+            self.barriers = cpu_barriers(self.bridge.graph, schedule, liveness)
         stages = timeline(self.bridge.graph, schedule)
         handed_on: dict[int, Any] = {}
         for index, (stage, next_stage) in enumerate(itertools.zip_longest(stages, stages[1:])):
@@ -139,22 +128,20 @@ class _Writer:
                 alone = {value: lax.optimization_barrier(environment[value]) for value in barrier.operands}
                 results = self.bind(equation, {**environment, **alone}, {}, recomputed=not first_run)
             else:
-                over = self.overwritten.get(self.run_index, {}).get(op) if first_run else None
                 if barrier:
                     self.wait(barrier, environment, on_demand)
-                    if over in barrier.operands:
-                        over = None
-                here = environment if over not in self.as_made else {**environment, over: self.as_made[over]}
-                results = self.bind(equation, here, on_demand, recomputed=not first_run)
+                over = self.overwritten.get((self.run_index, op), -1) if first_run else -1
+                if over in self.before_barriers and not (barrier and over in barrier.operands):
+                    environment[over] = self.before_barriers[over]
+                    self.drop_made_of([over], on_demand)
+                results = self.bind(equation, environment, on_demand, recomputed=not first_run)
             environment.update(zip(equation.outputs, results, strict=True))
-            if first_run:
-                for value in equation.outputs:
-                    self.as_made.pop(value, None)
             for value in self.bridge.behind_barriers.intersection(equation.outputs):
                 other = self.in_one_barrier.get(value)
                 values = [value] if other is None or other not in environment else [value, other]
                 self.through_barrier(values, environment, on_demand)
             if first_run:
+                self.drop_before_barriers(equation.outputs)
                 for value in self.updated.intersection(equation.outputs):
                     environment[value] = compat.with_default_layout(environment[value])
                 for value in self.saved_names.keys() & set(equation.outputs):
@@ -172,14 +159,21 @@ class _Writer:
         """Take values through one barrier; they are read as its results from then on."""
         results = lax.optimization_barrier([environment[value] for value in values])
         if environment is self.environment:
-            self.keep_as_made(values)
+            self.keep_before_barriers(values)
         environment.update(zip(values, results, strict=True))
         self.drop_made_of(values, on_demand)
 
-    def keep_as_made(self, values: Iterable[int]) -> None:
+    def keep_before_barriers(self, values: Iterable[int]) -> None:
+        """Remember values as they were made: what has gone through a barrier is no operand of the kernel's own, and the
+        compiler writes no result over it. So the kernel that does so by the schedule, the last to read a value, reads
+        it as it was."""
         for value in values:
-            if value not in self.program.inputs:
-                self.as_made.setdefault(value, self.environment[value])
+            self.before_barriers.setdefault(value, self.environment[value])
+
+    def drop_before_barriers(self, values: Iterable[int]) -> None:
+        """Values are made afresh, or must not be read but behind a barrier."""
+        for value in values:
+            self.before_barriers.pop(value, None)
 
     def drop_made_of(self, values: Iterable[int], on_demand: dict[int, Any]) -> None:
         """What was made on demand of values as they were in front of a barrier."""
@@ -273,9 +267,8 @@ class _Writer:
         constants = compat.constants_of(jaxpr)  # stacks, and a step's number, of what a loop's step reads again
         through = [*(False for _ in constants), *(value not in past for value in covered)]
         outputs = compat.bind_remat(compat.open_jaxpr(jaxpr), [*constants, *inputs], through, self.policy)
-        for value in crossing.makes:
-            self.as_made.pop(value, None)
-        self.keep_as_made(value for value in results if value not in crossing.makes)
+        self.drop_before_barriers(crossing.makes)
+        self.keep_before_barriers(results[len(crossing.makes) :])
         self.environment.update(zip(results, outputs[: len(results)], strict=True))
         return dict(zip(handed_on, outputs[len(results) :], strict=True))
 

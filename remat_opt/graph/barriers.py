@@ -249,8 +249,8 @@ class _BarriersOfRun:
         return maker >= 0 and self.graph.ops[maker].kind is Kind.ELEMENTWISE
 
     def operand(self, op: int) -> int:
-        """The largest value that the kernel reads and that is no argument (a barrier would copy a donated one); −1
-        where there is none."""
+        """The value by which the kernel waits: the largest that it reads and that is no argument (a barrier would copy
+        a donated one), those last that it may write its result over; −1 where there is none."""
         made = [value for value in self.graph.ops[op].inputs if self.graph.producer[value] >= 0]
         over = self.graph.overwritable_by(self.graph.ops[op])
         return max(made, key=lambda value: (value not in over, self.graph.sizes[value], value), default=-1)

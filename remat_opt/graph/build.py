@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -96,8 +95,7 @@ def build(
     fusion = fuse(
         unfused,
         with_sums=True,
-        overwrites=as_compiled or bool(os.environ.get('RO_INPLACE')),
-        is_stored_if_shared=lambda op: (as_compiled or bool(os.environ.get('RO_SHARED'))) and (platform == "cpu" or (platform in GPUS and op.expensive)),
+        is_stored_if_shared=lambda op: as_compiled and (platform == "cpu" or (platform in GPUS and op.expensive)),
     )
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
         counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)

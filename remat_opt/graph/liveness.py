@@ -9,8 +9,14 @@ in order, and one more before each recomputed run for its barrier. A barrier len
 covers is read after it anyway. The workspace of an op is live while the op runs.
 
 An elementwise kernel writes its result over an operand of as many bytes that it reads last
-(XLA's `HloDataflowAnalysis::CanShareOperandBufferWithUser`): while it runs, the two count once. What has passed a
-barrier is no operand of the kernel's own, and is not written over. Ops say by `same_place` where this is counted.
+(XLA's `HloDataflowAnalysis::CanShareOperandBufferWithUser`): while it runs, the two count once. Ops say by `same_place`
+which operands these may be. Not written over are:
+
+- what a recomputed run reads through its barrier: it is no operand of the kernel's own there (a kernel of any other run
+  reads such an operand as it was before the barriers, see `emit/train_step.py`);
+- what a reduction of the same run, behind the first barrier, reads as well: both read it behind a barrier of their own
+  (`barriers.py`, case 2);
+- operands of a kernel whose result a reduction reads, since XLA makes one kernel of the two (`MultiOutputFusion`).
 """
 
 from __future__ import annotations
@@ -151,14 +157,26 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     """
     if not graph.fused and not all(materialised(graph)):
         raise ValueError("expected a graph whose values are all buffers, found elementwise ops: give fuse(graph).graph")
-    ops, positions, end = _positions(graph, schedule)
+    ops, positions, again, end = _positions(graph, schedule)
     lives = _lives(graph, ops, positions, end)
     _share_places(graph, lives)
     live = bytes_live(lives.size, lives.birth, lives.death, end)
     live[positions] += graph.workspaces[ops]
-    overwritten = _overwritten(graph, lives, ops, positions, end)
+    overwritten = _overwritten(graph, lives, ops, positions, again, end)
     live[lives.death[overwritten]] -= lives.size[overwritten]
     return Liveness(live, lives, overwritten)
+
+
+def overwritten_operands(schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], int]:
+    """By the run's index in the schedule and the op, the value that the op writes its result over."""
+    lives = liveness.lives
+    dying = zip(lives.death[liveness.overwritten].tolist(), lives.value[liveness.overwritten].tolist(), strict=True)
+    value_at, found, start = dict(dying), {}, 0
+    for index, run in enumerate(schedule.runs):
+        start += run.recomputed  # its barrier has a position of its own
+        found |= {(index, op): value_at[at] for at, op in enumerate(run.ops, start) if at in value_at}
+        start += len(run.ops)
+    return found
 
 
 def bytes_live(size: np.ndarray, birth: np.ndarray, death: np.ndarray, end: int) -> np.ndarray:
@@ -192,16 +210,18 @@ def _needed(graph: Graph, op: Op, free: set[int]) -> int:
     return op.workspace + sum(graph.sizes[value] for value in buffers)
 
 
-def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, int]:
-    """The ops in order with their positions, and the position of the return."""
+def _positions(graph: Graph, schedule: Schedule) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+    """The ops in order, their positions, whether each is run again, and the position of the return."""
     lengths = np.array([len(run.ops) for run in schedule.runs], dtype=np.int64)
     recomputed = np.array([run.recomputed for run in schedule.runs], dtype=bool)
     every = itertools.chain.from_iterable(run.ops for run in schedule.runs)
     ops = np.fromiter(every, dtype=np.int64, count=int(lengths.sum()))
-    first = ops[~np.repeat(recomputed, lengths)]
+    again = np.repeat(recomputed, lengths)
+    first = ops[~again]
     if len(first) != len(graph.ops) or (np.bincount(first, minlength=len(graph.ops)) != 1).any():
         raise ValueError("expected every op in exactly one run that is not recomputed")
-    return ops, np.arange(len(ops)) + np.repeat(np.cumsum(recomputed), lengths), len(ops) + int(recomputed.sum())
+    positions = np.arange(len(ops)) + np.repeat(np.cumsum(recomputed), lengths)
+    return ops, positions, again, len(ops) + int(recomputed.sum())
 
 
 def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Lives:
@@ -248,17 +268,20 @@ def _lives(graph: Graph, ops: np.ndarray, positions: np.ndarray, end: int) -> Li
     )
 
 
-def _overwritten(graph: Graph, lives: Lives, ops: np.ndarray, positions: np.ndarray, end: int) -> np.ndarray:
+def _overwritten(
+    graph: Graph, lives: Lives, ops: np.ndarray, positions: np.ndarray, again: np.ndarray, end: int
+) -> np.ndarray:
     """The first operand of each op that its result is written over."""
     barriers = np.flatnonzero(np.bincount(positions, minlength=end) == 0)
-    reduces = np.zeros(end + 1, dtype=bool)
-    reduces[positions] = graph.reduces[ops]
-    # Behind the first barrier an elementwise kernel and a reduction before it read what they share behind a barrier.
-    reduced = np.full(len(lives), -1)
+    is_again, reduces = np.zeros(end + 1, dtype=bool), np.zeros(end + 1, dtype=bool)
+    is_again[positions], reduces[positions] = again, graph.reduces[ops]
+    reduced = np.full(len(lives), -1)  # the last reduction that reads each buffer
     np.maximum.at(reduced, lives.reader, np.where(reduces[lives.read_at], lives.read_at, -1))
-    runs = np.searchsorted(barriers, lives.death)
-    is_apart = (reduced >= 0) & (runs > 0) & (runs == np.searchsorted(barriers, reduced))
-    operands = np.flatnonzero(lives.overwritable & ~is_apart & (lives.size > 0))
+    run = np.searchsorted(barriers, lives.death)  # barriers before it
+    is_behind_own_barrier = (reduced >= 0) & (run > 0) & (run == np.searchsorted(barriers, reduced))
+    is_through_barrier = is_again[lives.death] & (run > np.searchsorted(barriers, lives.birth))
+    has_no_barrier = ~is_behind_own_barrier & ~is_through_barrier
+    operands = np.flatnonzero(lives.overwritable & has_no_barrier & (lives.size > 0))
     at, first = np.unique(lives.death[operands], return_index=True)
     is_buffer = lives.size[np.searchsorted(lives.birth, at)] > 0  # the result, the first that is made at the position
     return operands[first[is_buffer]]
