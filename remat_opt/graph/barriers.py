@@ -11,10 +11,10 @@ A compiler knows dependencies, not the schedule. There are four cases:
    values that an activation shares with its derivative in the same way. If the later kernel reads the buffers after a
    barrier that waits for the reduction, they are different values to the compiler, and the shared values are
    recomputed.
-3. A recomputed activation may share expensive values with its derivative (GELU: a hyperbolic tangent). The compiler
-   stores them, although the derivative needs the activation's operand as well. Here only the activation reads the
-   operand after a barrier; a derivative that reads the operand directly may overwrite it. (For a softmax storing costs
-   nothing: its derivative needs only the exponential.)
+3. An activation may share expensive values with its derivative (GELU: a hyperbolic tangent), where it is recomputed or
+   in one run with it. The compiler stores them, although the derivative needs the activation's operand as well. Here
+   only the activation reads the operand after a barrier; a derivative that reads the operand directly may overwrite it.
+   (For a softmax storing costs nothing: its derivative needs only the exponential.)
 4. A expensive result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler
    may fuse it with the elementwise kernel, and its operand stays live until then. So that kernel reads it after a
    barrier.
@@ -81,13 +81,16 @@ def barriers(
     position, recomputing = 0, slices is not None
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
+        again = index > 0 and schedule.runs[index - 1].recomputed
         position += run.recomputed  # its barrier has a position of its own
         if recomputing:
             of_run = _BarriersOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
             found.update(((index, op), barrier) for op, barrier in of_run.items())
-        if slices is None and not run.recomputed and index and schedule.runs[index - 1].recomputed:
-            apart = _separate_activations(graph, liveness, schedule.runs[index - 1].ops, run.ops, position)
-            found.update(((index - 1, op), barrier) for op, barrier in apart.items())
+        if slices is None and not run.recomputed:
+            before = {op: index - 1 for op in schedule.runs[index - 1].ops} if again else {}
+            apart = _separate_activations(graph, liveness, before.keys(), run.ops, position)
+            found.update(((before.get(op, index), op), barrier) for op, barrier in apart.items())
+        if slices is None and not run.recomputed and again:
             whole = _read_whole(graph, liveness, dying, schedule.runs[index - 1].ops, run.ops, position)
             for op, values in whole.items():
                 barrier = found.get((index, op), Barrier((), ()))
@@ -113,17 +116,22 @@ def _barriers_of_products(
 
 
 def _separate_activations(
-    graph: Graph, liveness: Liveness, recomputed: Sequence[int], ops: Sequence[int], start: int
+    graph: Graph, liveness: Liveness, recomputed: Collection[int], ops: Sequence[int], start: int
 ) -> dict[int, Barrier]:
-    """The activations of a recomputed run that are to read operands alone, by ops: those of which a derivative near the
-    peak, in the run behind it, needs the same expensive values and these operands, too."""
+    """The activations of a run, or of the recomputed one before it, that are to read operands alone, by ops: those of
+    which a derivative near the peak, later in the run, needs the same expensive values and these operands, too."""
+    last: dict[int, int] = {}
     derived: set[int] = set()
     for position, op in enumerate(ops, start):
+        last.update(dict.fromkeys(graph.ops[op].expensive_operands, op))
         made = sum(graph.sizes[value] for value in graph.ops[op].outputs)
         if int(liveness.live[position]) + made > NEAR_THE_PEAK * liveness.peak:
             derived.update(graph.ops[op].expensive_operands)
     large = {value for value in derived if graph.sizes[value] >= BARRIER_THRESHOLD * liveness.peak}
-    read = {op: tuple(value for value in graph.ops[op].expensive_operands if value in large) for op in recomputed}
+    read = {
+        op: tuple(value for value in graph.ops[op].expensive_operands if value in large and last[value] != op)
+        for op in (*recomputed, *ops)
+    }
     return {op: Barrier(operands, results=()) for op, operands in read.items() if operands}
 
 
