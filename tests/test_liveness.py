@@ -10,7 +10,7 @@ from random_graphs import Sketch, graphs_with_choices, training_chain, training_
 
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.fusion import MOST_SOURCES, fuse, materialised
-from remat_opt.graph.graph import Graph, Kind, chain
+from remat_opt.graph.graph import Graph, Kind, Op, chain
 from remat_opt.graph.liveness import Buffer, minimum_possible, simulate
 from remat_opt.graph.schedule import Run, Schedule, save_everything
 
@@ -167,6 +167,25 @@ def test_a_result_is_written_over_an_operand_of_its_size_that_nobody_reads_later
     assert simulate(later, schedule).live[1] == 20  # what is read later stays
 
 
+def test_what_a_kernel_reads_behind_a_barrier_of_its_own_is_not_written_over() -> None:
+    ops = (
+        Op((0,), (1,), Kind.OPAQUE),
+        Op((1,), (2,), Kind.ELEMENTWISE, same_place=(1,)),
+        Op((2,), (3,), Kind.ELEMENTWISE, same_place=(2,)),
+        Op((3,), (4,), Kind.REDUCTION),
+        Op((3, 2, 4), (5,), Kind.ELEMENTWISE, same_place=(3,)),
+        Op((5,), (6,), Kind.OPAQUE),
+    )
+    graph = Graph((10, 10, 10, 10, 1, 10, 1), ops, inputs=(0,), outputs=(6,), fused=True)
+    # Op 1, run again, reads value 1 through the run's barrier; op 4 reads value 3 behind one that waits for op 3.
+    again = Schedule((Run((0, 1, 2)), recompute(1), Run((3, 4, 5))))
+    assert simulate(graph, again).live.tolist() == [10, 20, 30, 20, 30, 21, 31, 10, 0]
+    # If the reduction does not read value 3, op 4 reads that as it was before the run's barrier.
+    alone = dataclasses.replace(graph, ops=(*ops[:3], Op((2,), (4,), Kind.REDUCTION), *ops[4:]))
+    assert simulate(alone, again).live.tolist() == [10, 20, 20, 20, 30, 21, 21, 10, 0]
+    assert simulate(graph, save_everything(graph)).live.tolist() == [10, 10, 20, 21, 21, 10, 0]
+
+
 def test_a_kernel_writes_over_what_it_reads_at_the_same_place_alone() -> None:
     sketch = Sketch()
     here, turned = sketch.op(size=8), sketch.op(size=8)
@@ -174,7 +193,7 @@ def test_a_kernel_writes_over_what_it_reads_at_the_same_place_alone() -> None:
     both = sketch.elementwise(here, transposed, size=8)
     graph = sketch.graph(sketch.op(both, size=1))
     ops = [dataclasses.replace(op, same_place=(here, transposed) if op.outputs == (both,) else ()) for op in graph.ops]
-    kernels = fuse(dataclasses.replace(graph, ops=tuple(ops)), overwrites=True).graph.ops
+    kernels = fuse(dataclasses.replace(graph, ops=tuple(ops))).graph.ops
     assert [op.same_place for op in kernels if op.outputs == (both,)] == [(here,)]
 
 
@@ -316,13 +335,26 @@ class SlowSimulation:
         op = self.graph.ops[index]
         if what != "op" or len(op.outputs) != 1 or not self.life((op.outputs[0], moment)):
             return []
+        if any(op.outputs[0] in other.inputs and other.kind is Kind.REDUCTION for other in self.graph.ops):
+            return []
         operands = [self.instance(value, moment) for value in op.same_place if value not in self.graph.inputs]
         dying = [(value, birth) for value, birth in operands if self.life((value, birth)) == range(birth, moment + 1)]
-        passed_no_barrier = [
-            value for value, birth in dying if all(self.moments[at][0] == "op" for at in range(birth, moment))
-        ]
         size = self.graph.sizes[op.outputs[0]]
-        return [size for value in passed_no_barrier if self.graph.sizes[value] == size][:1]
+        return [size for one in dying if self.graph.sizes[one[0]] == size and not self.is_behind_barrier(one, moment)][:1]
+
+    def is_behind_barrier(self, instance: tuple[int, int], moment: int) -> bool:
+        """Whether the op at a moment reads a buffer behind a barrier: that of its recomputed run, or one for it alone."""
+        before = [at for at in range(moment) if self.moments[at][0] == "barrier"]
+        if not before:
+            return False
+        if moment <= before[-1] + self.run_length(before[-1]) and instance[1] < before[-1]:
+            return True
+        reductions = (at for at in range(before[-1] + 1, moment) if self.is_reduction(at))
+        return any(instance[0] in self.reads(at) and self.instance(instance[0], at) == instance for at in reductions)
+
+    def is_reduction(self, moment: int) -> bool:
+        what, index = self.moments[moment]
+        return what == "op" and self.graph.ops[index].kind is Kind.REDUCTION
 
     def live(self) -> list[int]:
         lives = [(self.graph.sizes[instance[0]], self.life(instance)) for instance in self.buffers()]
