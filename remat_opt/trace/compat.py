@@ -50,6 +50,8 @@ remat_p = primitives.remat_p
 split_p = lax.split_p
 stack_p, unstack_p = getattr(lax, "stack_p", None), getattr(lax, "unstack_p", None)
 name_p = primitives.name_p
+random_wrap_p = _primitive_of(jax.random.wrap_key_data, np.zeros(2, np.uint32))
+random_unwrap_p = _primitive_of(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def _mapping() -> Any:
