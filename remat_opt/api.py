@@ -29,6 +29,7 @@ def optimize(
     keep_user_checkpoints: bool = False,
     on_error: str = "raise",
     repeat_collectives: bool = False,
+    split: bool | int = False,
     **jit_options: Any,
 ) -> Any:
     """Return a training step that needs a fraction of the memory and gives the same results.
@@ -56,6 +57,11 @@ def optimize(
         repeat_collectives: let devices communicate again for what is recomputed. By default the results of explicit
             collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
             that what they are for is saved where they have become more (not with `verify=False`).
+        split: a number k of chunks that the batch is split into, which is found in the step: what depends on it row by
+            row runs in a loop over k equal parts of the batch, and sums over it (losses, gradients) are added up in
+            float32 or wider. Memory of activations falls to a k-th without more FLOPs; the results are the same but for
+            the rounding of these sums. What runs in each part is recomputed as any other step. k has to divide the
+            batch. False: the batch is not split.
         **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
             arguments. What says how arguments are split is given to `nnx.jit` or `eqx.filter_jit` itself.
 
@@ -66,12 +72,13 @@ def optimize(
     Raises:
         TypeError: `fun` is no function.
         ValueError: a budget, solver, target or mode does not exist (the message lists those that do), or an option
-            belongs to `nnx.jit` or `eqx.filter_jit`.
+            belongs to `nnx.jit` or `eqx.filter_jit`; at the first call of a signature: its batch cannot be split so
+            (the message names what needs the whole batch, or the numbers that work).
         InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}
     allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives}
-    options: dict[str, Any] = {**searched, **allowed, "on_error": on_error}
+    options: dict[str, Any] = {**searched, **allowed, "on_error": on_error, "split": split}
     settings = check_settings(**options)
     if fun is _NOT_GIVEN:
         return functools.partial(optimize, **options, **jit_options)

@@ -130,8 +130,8 @@ class Variants:
 
     @functools.cached_property
     def reordered(self) -> Candidate:
-        """The original step in our order, with nothing recomputed; see `Prepared.ordered`."""
-        ordered = self.original.unchanged.ordered
+        """The step in our order, with nothing recomputed; see `Prepared.ordered`."""
+        ordered = self.original if self.original.chunks else self.original.unchanged.ordered
         return Candidate(ordered, ordered.problem.plain)
 
     def minimum_memory(self) -> Candidate:

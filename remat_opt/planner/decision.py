@@ -15,6 +15,7 @@ from remat_opt.planner.plan import Plan, Prediction, digest, pack
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.progress import SearchProgress
 from remat_opt.planner.settings import Settings
+from remat_opt.planner.splitting import in_chunks
 from remat_opt.search import Solution
 from remat_opt.search.progress import reporting_to
 from remat_opt.targets import CompilationOutOfMemory, Figures
@@ -56,7 +57,8 @@ class Planner:
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
         self.original = prepared
         self.settings = settings
-        self.variants = Variants(prepared, settings.solver, settings.keep_user_checkpoints)
+        split = in_chunks(prepared, settings.split) if settings.split else prepared
+        self.variants = Variants(split, settings.solver, settings.keep_user_checkpoints)
         self.compile = measure
         self.plain_figures: Figures | None = None
 
@@ -138,6 +140,7 @@ class Planner:
             gathers_once=prepared.captured.program.gathers_once,
             rewritten=prepared.is_reformed,
             reordered=prepared.reordered,
+            chunks=prepared.chunks,
         )
         return Decision(prepared, solution, plan)
 

@@ -1,8 +1,8 @@
 """Finds the batch among the arguments of a program, and writes the program split into chunks of it.
 
-The batch is an axis of an argument. It is not told which: every axis of every argument is tried, and the one is taken
-along which most bytes of the program can be split. Other arguments that are read row by row with it (labels, masks) are
-found on the way. Tries are cheap where little can be split: an axis of a weight ends in the first product.
+The batch is an axis of an argument. It is not told which: every axis of every argument that is no state is tried, and
+the one is taken along which most bytes of the program can be split. Other arguments that are read row by row with it
+(labels, masks) are found on the way.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
+from typing import Any
 
 from remat_opt.rewrites.split.analysis import Analysis, analyse
 from remat_opt.rewrites.split.bodies import BODIES
@@ -20,6 +21,7 @@ from remat_opt.rewrites.split.write import write_chunks
 from remat_opt.trace import compat
 from remat_opt.trace.inline import Equation, Program
 
+LEAST_SHARE = 0.1  # of the bytes of all values, that have to gain by a split
 SMALL_SHARE = 0.01  # of the bytes in the largest loop: a loop of fewer runs on the whole batch
 
 
@@ -44,13 +46,33 @@ class Batch:
 
     @functools.cached_property
     def held_bytes(self) -> int:
-        """Bytes of rows that never leave their loop: of which k chunks need a k-th."""
-        return sum(self.stages.held_bytes(loop) for loop in range(1, self.stages.loops + 1))
+        """Bytes of rows that never leave the largest loop: of which k chunks need a k-th."""
+        return max((self.stages.held_bytes(loop) for loop in range(1, self.stages.loops + 1)), default=0)
+
+    @property
+    def gain(self) -> int:
+        """The same without bytes of rows that have to be whole between loops."""
+        return self.held_bytes - self.stages.handed_on_bytes
+
+    @property
+    def can_be_split(self) -> bool:
+        """Whether a loop over chunks holds a good part of the program, and more than has to be whole between loops."""
+        return self.gain > LEAST_SHARE * sum(map(bytes_of, self.program.avals))
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        """Of several candidates the highest is the batch: where nothing gains, what most rows are made of."""
+        return self.gain if self.can_be_split else 0, len(self.stages.in_loops)
 
     @functools.cached_property
     def meetings(self) -> tuple[Equation, ...]:
-        """Equations that need the whole batch, whose results are read by rows again."""
+        """Sums over the batch that go back to its rows, in a later loop: batch norm, losses between samples."""
         return tuple(_meetings(self.stages))
+
+    @functools.cached_property
+    def ends(self) -> tuple[Equation, ...]:
+        """Equations that run on the whole batch, though they read rows that a loop makes."""
+        return tuple(_ends(self.stages))
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -67,27 +89,32 @@ class Batch:
 
 
 def find_batch(program: Program) -> Batch | None:
-    """The batch of a program; None where nothing can be split."""
-    best, tried = None, set()
-    bodies: dict = {}
+    """The batch of a program, or what comes nearest to one (see `Batch.can_be_split`); None where there is no array."""
+    best, tried, bodies = None, set(), {}
     for at, axis in _axes(program):
         if (at, axis) in tried:
             continue
         rows = program.avals[program.inputs[at]].shape[axis]
-        context = Context(rows, {**RULES, **BODIES}, bodies)
-        analysis = analyse(program, context, {program.inputs[at]: axis})
+        analysis = analyse(program, Context(rows, {**RULES, **BODIES}, bodies), {program.inputs[at]: axis})
         found = _batch(analysis, rows)
         tried.update(found.arguments)
-        if best is None or found.held_bytes > best.held_bytes:
+        if best is None or found.rank > best.rank:
             best = found
-    return best if best is not None and best.held_bytes else None
+    return best
 
 
 def _axes(program: Program) -> Iterator[tuple[int, int]]:
-    """Axes of arguments, leading ones first."""
-    shapes = [getattr(program.avals[value], "shape", ()) for value in program.inputs]
-    for axis in range(max(map(len, shapes), default=0)):
-        yield from ((at, axis) for at, shape in enumerate(shapes) if len(shape) > axis and shape[axis] > 1)
+    """Axes of arguments, leading ones first. What comes back as a result of the same type is the step's state, and not
+    tried, unless all arguments are."""
+    avals = [program.avals[value] for value in program.inputs]
+    results = {_type(program.aval_of(x)) for x in program.outputs}
+    data = [at for at, aval in enumerate(avals) if _type(aval) not in results] or range(len(avals))
+    for axis in range(max((len(_type(aval)[0]) for aval in avals), default=0)):
+        yield from ((at, axis) for at in data if axis < len(avals[at].shape) and avals[at].shape[axis] > 1)
+
+
+def _type(aval: Any) -> tuple[tuple[int, ...], Any]:
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
 
 
 def _batch(analysis: Analysis, rows: int) -> Batch:
@@ -113,30 +140,28 @@ def _with_runs(analysis: Analysis, runs: dict) -> Analysis:
 
 
 def _meetings(stages: Stages) -> Iterator[Equation]:
-    """Equations that read what a loop makes otherwise than it lies there, and are needed by a later loop."""
-    program = stages.analysis.program
-    needed: set[int] = set()  # values that later loops read, or that these are made of
+    analysis, program = stages.analysis, stages.analysis.program
+    needed: set[int] = set()  # values of which rows are made in a later loop than their own
     for index in reversed(range(len(program.equations))):
-        equation, in_loop = program.equations[index], index in stages.analysis.runs
-        if not in_loop and needed.isdisjoint(equation.outputs):
-            continue
-        for value, _ in reads(stages.analysis, index):
-            made = program.producer.get(value)
-            if made is None or (in_loop and made in stages.analysis.runs and stages.stage[made] == stages.stage[index]):
-                continue
-            needed.add(value)
+        in_loop = index in analysis.runs
+        if in_loop or not needed.isdisjoint(program.equations[index].outputs):
+            values = (value for value, layout in reads(analysis, index) if not isinstance(layout, int))
+            needed.update(v for v in values if not in_loop or stages.comes_before(v, index))
+    for index in stages.in_loops:
+        equation = program.equations[index]
+        if any(v in needed and not isinstance(analysis.layouts.get(v), int) for v in equation.outputs):
+            yield equation
+
+
+def _ends(stages: Stages) -> Iterator[Equation]:
+    analysis, program = stages.analysis, stages.analysis.program
     for index, equation in enumerate(program.equations):
-        if index in stages.analysis.runs and not needed.isdisjoint(equation.outputs):
-            sums = [v for v in equation.outputs if v in needed and not isinstance(stages.analysis.layouts.get(v), int)]
-            if sums:
-                yield equation
+        if index not in analysis.runs and any(
+            isinstance(analysis.layouts.get(value), int) and value in program.producer for value in equation.reads
+        ):
+            yield equation
 
 
 def place_of(equation: Equation) -> str:
     """An operation with its name in the model and its line, for errors."""
     return f"{equation.primitive.name} ({compat.place_of(equation.source_info).strip()})"
-
-
-def bytes_split(batch: Batch) -> int:
-    """Bytes of the arguments that are split."""
-    return sum(bytes_of(batch.program.avals[batch.program.inputs[at]]) for at, _ in batch.arguments)

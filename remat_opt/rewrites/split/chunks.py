@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from remat_opt.rewrites.split.analysis import Analysis
@@ -46,8 +46,8 @@ class ChunkValues:
             return self.chunk.slice(array, layout)
         return self.chunk.first_only(array) if layout is Sum.ADD else array
 
-    def evaluate(self, equations: Iterable[int]) -> None:
-        """Run equations, by index in program order."""
+    def evaluate(self, equations: Iterable[int], note: Callable[[int], None] = lambda value: None) -> None:
+        """Run equations, by index in program order; `note` is told each value of the chunk as soon as it is there."""
         for index in equations:
             equation = self.analysis.program.equations[index]
             run = self.analysis.runs.get(index)
@@ -59,3 +59,5 @@ class ChunkValues:
             with compat.equation_context(equation.source_info, equation.context):
                 results = run.bind(equation, operands, self.chunk)
             self.parts.update(zip(equation.outputs, results, strict=True))
+            for value in equation.outputs:
+                note(value)

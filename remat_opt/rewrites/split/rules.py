@@ -20,11 +20,16 @@ from remat_opt.trace.primitives import named
 
 
 def _elementwise(view: View) -> list[Factor]:
-    """Each axis of the result; scalars are the same everywhere."""
+    """Each axis of the result; scalars and axes of one element are the same everywhere."""
     shape = view.shape_out()
+    shapes = [view.shape(at) for at in range(len(view.inputs))]
+    if any(one and (len(one) != len(shape) or any(n not in (1, m) for n, m in zip(one, shape))) for one in shapes):
+        return []  # `bitcast_convert_type` to another size
     outputs = len(view.equation.outputs)
-    ranks = [len(view.shape(at)) for at in range(len(view.inputs))]
-    return [Factor(tuple(axis if rank else None for rank in ranks), (axis,) * outputs) for axis in range(len(shape))]
+    return [
+        Factor(tuple(axis if one and one[axis] == size else None for one in shapes), (axis,) * outputs)
+        for axis, size in enumerate(shape)
+    ]
 
 
 def _other_axes(read: Callable[[dict[str, Any]], Sequence[int]], reduces: bool = False) -> Rule:
@@ -214,18 +219,8 @@ _ELEMENTWISE = named(
 )
 
 
-def _same_rank(rule: Rule) -> Rule:
-    """Of equations whose results have an axis more than their operands (`bitcast_convert_type`), none."""
-
-    def checked(view: View) -> Any:
-        alike = all(not view.shape(at) or view.shape(at) == view.shape_out() for at in range(len(view.inputs)))
-        return rule(view) if alike else None
-
-    return checked
-
-
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_ELEMENTWISE, _same_rank(along(_elementwise))),
+    **dict.fromkeys(_ELEMENTWISE, along(_elementwise)),
     P.broadcast_in_dim_p: along(_broadcast_in_dim),
     P.reshape_p: along(_reshape),
     P.transpose_p: along(_transpose),

@@ -33,7 +33,17 @@ class Stages:
 
     def equations(self, loop: int) -> list[int]:
         """The equations of a loop, in program order."""
-        return sorted(index for index in self.analysis.runs if self.stage[index] == loop)
+        return [index for index in self.in_loops if self.stage[index] == loop]
+
+    @functools.cached_property
+    def in_loops(self) -> list[int]:
+        """The equations of all loops, in program order."""
+        return sorted(self.analysis.runs)
+
+    def comes_before(self, value: int, index: int) -> bool:
+        """Whether a value is made in an earlier stage than an equation runs in."""
+        made = self.analysis.program.producer.get(value)
+        return made is not None and self.stage[made] < self.stage[index]
 
     @functools.cached_property
     def left(self) -> frozenset[int]:

@@ -83,16 +83,20 @@ def _in_chunks(
     def step(carry: Sequence[Any], index: Any) -> tuple[list[Any], None]:
         chunk = Chunk(index, batch // chunks, batch)
         values = ChunkValues(stages.analysis, chunk, whole, {})
-        values.evaluate(order)
-        after = []
-        for value, before in zip(left, carry, strict=True):
+        after = dict(zip(left, carry, strict=True))
+
+        def note(value: int) -> None:
+            if value not in after:
+                return
             layout, part = layouts[value], values.parts[value]
             if isinstance(layout, Sum):
-                after.append(layout.combine(before, part))
+                after[value] = layout.combine(after[value], part)
             else:
-                start = chunk.start(before.shape[layout])
-                after.append(lax.dynamic_update_slice_in_dim(before, part, start, layout))
-        return after, None
+                start = chunk.start(after[value].shape[layout])
+                after[value] = lax.dynamic_update_slice_in_dim(after[value], part, start, layout)
+
+        values.evaluate(order, note)
+        return list(after.values()), None
 
     last, _ = lax.scan(step, [empty(value) for value in left], np.arange(chunks, dtype=np.int32))
     return [lax.convert_element_type(x, program.avals[v].dtype) for v, x in zip(left, last, strict=True)]
