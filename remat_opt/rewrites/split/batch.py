@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any
 
 from remat_opt.rewrites.split.analysis import Analysis, analyse
 from remat_opt.rewrites.split.bodies import BODIES
@@ -20,6 +19,7 @@ from remat_opt.rewrites.split.stages import Stages, put_in_stages, reads
 from remat_opt.rewrites.split.write import write_chunks
 from remat_opt.trace import compat
 from remat_opt.trace.inline import Equation, Program
+from remat_opt.trace.primitives import ELEMENTWISE
 
 LEAST_SHARE = 0.1  # of the bytes of all values, that have to gain by a split
 SMALL_SHARE = 0.01  # of the bytes in the largest loop: a loop of fewer runs on the whole batch
@@ -104,17 +104,26 @@ def find_batch(program: Program) -> Batch | None:
 
 
 def _axes(program: Program) -> Iterator[tuple[int, int]]:
-    """Axes of arguments, leading ones first. What comes back as a result of the same type is the step's state, and not
-    tried, unless all arguments are."""
-    avals = [program.avals[value] for value in program.inputs]
-    results = {_type(program.aval_of(x)) for x in program.outputs}
-    data = [at for at, aval in enumerate(avals) if _type(aval) not in results] or range(len(avals))
-    for axis in range(max((len(_type(aval)[0]) for aval in avals), default=0)):
-        yield from ((at, axis) for at in data if axis < len(avals[at].shape) and avals[at].shape[axis] > 1)
+    """Axes of the arguments that are no state, or of all where all are; leading ones first."""
+    shapes = [getattr(program.avals[value], "shape", ()) for value in program.inputs]
+    data = [at for at, value in enumerate(program.inputs) if not _is_state(program, value)] or range(len(shapes))
+    for axis in range(max(map(len, shapes), default=0)):
+        yield from ((at, axis) for at in data if axis < len(shapes[at]) and shapes[at][axis] > 1)
 
 
-def _type(aval: Any) -> tuple[tuple[int, ...], Any]:
-    return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+def _is_state(program: Program, value: int) -> bool:
+    """Whether an input is updated: elementwise work leads from it to a result of its shape."""
+    shape, seen, stack = program.avals[value].shape, {value}, [value]
+    while stack:
+        found = stack.pop()
+        if found in program.returned:
+            return True
+        for index in program.readers.get(found, ()):
+            equation = program.equations[index]
+            if equation.primitive in ELEMENTWISE and program.avals[equation.outputs[0]].shape == shape:
+                stack += (one for one in equation.outputs if one not in seen)
+                seen.update(equation.outputs)
+    return False
 
 
 def _batch(analysis: Analysis, rows: int) -> Batch:

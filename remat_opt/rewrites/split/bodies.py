@@ -65,7 +65,7 @@ def _body(view: View, program: Program, inputs: Sequence[Layout], results: Seque
         for value, axis in zip(program.outputs, results, strict=True)
         if isinstance(value, int) and isinstance(axis, int)
     }
-    analysis = analyse(program, view.context, layouts, wanted)
+    analysis = analyse(program, view.context.inside(), layouts, wanted)
     if not analysis.is_one_loop():
         raise _CannotBeJoined
     own = [None if isinstance(x, Constant) else analysis.layouts.get(x) for x in program.outputs]

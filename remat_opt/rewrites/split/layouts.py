@@ -138,12 +138,25 @@ class Context:
         batch: rows of the batch.
         rules: by the primitive.
         bodies: bodies that were read before.
+        is_body: whether it is part of an equation of another program, which runs on chunks as a whole.
     """
 
-    def __init__(self, batch: int, rules: Mapping[Any, Rule], bodies: dict[int, tuple[Any, Program]] | None = None):
+    def __init__(
+        self,
+        batch: int,
+        rules: Mapping[Any, Rule],
+        bodies: dict[int, tuple[Any, Program]],
+        *,
+        is_body: bool = False,
+    ):
         self.batch = batch
         self.rules = rules
-        self.bodies = {} if bodies is None else bodies
+        self.bodies = bodies
+        self.is_body = is_body
+
+    def inside(self) -> Context:
+        """The same for the body of an equation."""
+        return Context(self.batch, self.rules, self.bodies, is_body=True)
 
     def body(self, jaxpr: Any) -> Program:
         """A jaxpr of an equation's parameters as a program; the user's own checkpoints stay."""
