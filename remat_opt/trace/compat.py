@@ -71,6 +71,11 @@ pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.Sha
 STATEFUL = frozenset({primitives.rng_uniform_p, pure_callback_p})
 
 
+def draws_by_position(keys: Any, context: Any) -> bool:
+    """Whether each element that keys of a type draw depends on its position alone, in the context of an equation."""
+    return str(keys.dtype) == "key<fry>" and bool(getattr(context, "threefry_partitionable", False))
+
+
 # What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has
 # none), and a `shard_map` around them has none either. Those left out tell an index or change a type, and send nothing.
 _SENDS_NOTHING = ("axis_index_p", "preduced_p", "vary_unreduced_cast_p")

@@ -14,6 +14,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.rewrites.split.indexing import gather, scatter, scatter_add
 from remat_opt.rewrites.split.layouts import Bind, Chunk, Factor, Rule, Sum, View, along, resized
+from remat_opt.rewrites.split.random import of_keys, random_bits
 from remat_opt.trace import compat
 from remat_opt.trace.inline import Equation
 from remat_opt.trace.primitives import named
@@ -195,12 +196,6 @@ def _leading(trailing: int) -> Rule:
     return along(factors)
 
 
-def _of_keys(view: View) -> list[Factor]:
-    """Axes of an array of random keys lead the results."""
-    return [Factor(tuple(axis if len(view.shape(at)) else None for at in range(len(view.inputs))), (axis,))
-            for axis in range(min(len(view.shape(0)), len(view.shape_out())))]
-
-
 def _barrier(view: View) -> list[Factor]:
     """Values that wait for each other, each by its own axis; those that are whole are read whole, and wait, too."""
     axes = [layout if isinstance(layout, int) else view.wanted.get(at) for at, layout in enumerate(view.inputs)]
@@ -256,9 +251,8 @@ RULES: dict[Any, Rule] = {
     P.scatter_add_p: scatter_add,
     **dict.fromkeys((P.scatter_p, P.scatter_mul_p, P.scatter_min_p, P.scatter_max_p), along(scatter)),
     **dict.fromkeys((P.cholesky_p, P.triangular_solve_p), _leading(2)),
-    **dict.fromkeys(
-        (P.random_bits_p, P.random_split_p, P.random_fold_in_p, compat.random_wrap_p, compat.random_unwrap_p),
-        along(_of_keys),
-    ),
+    P.random_bits_p: along(random_bits),
+    **dict.fromkeys((P.random_split_p, P.random_fold_in_p), along(of_keys)),
+    **dict.fromkeys((compat.random_wrap_p, compat.random_unwrap_p), along(of_keys)),
     compat.barrier_p: along(_barrier),
 }
