@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from remat_opt.rewrites.split.analysis import Analysis, analyse
 from remat_opt.rewrites.split.bodies import BODIES
@@ -85,30 +86,59 @@ class Batch:
         Args:
             chunks: one of `numbers`.
         """
+        assert self.rows % chunks == 0, f"expected a number that divides {self.rows}, got {chunks}"
         return write_chunks(self.stages, self.rows, chunks)
 
 
 def find_batch(program: Program) -> Batch | None:
     """The batch of a program, or what comes nearest to one (see `Batch.can_be_split`); None where there is no array."""
     best, tried, bodies = None, set(), {}
-    for at, axis in _axes(program):
-        if (at, axis) in tried:
-            continue
-        rows = program.avals[program.inputs[at]].shape[axis]
-        analysis = analyse(program, Context(rows, {**RULES, **BODIES}, bodies), {program.inputs[at]: axis})
-        found = _batch(analysis, rows)
-        tried.update(found.arguments)
-        if best is None or found.rank > best.rank:
-            best = found
+    for arguments in _candidates(program):
+        for at, axis in _axes(program, arguments):
+            if (at, axis) not in tried:
+                found = batch_along(program, at, axis, bodies)
+                tried.update({(at, axis), *found.arguments})
+                if best is None or found.rank > best.rank:
+                    best = found
+        if best is not None and best.can_be_split:
+            return best
     return best
 
 
-def _axes(program: Program) -> Iterator[tuple[int, int]]:
-    """Axes of the arguments that are no state, or of all where all are; leading ones first."""
-    shapes = [getattr(program.avals[value], "shape", ()) for value in program.inputs]
-    data = [at for at, value in enumerate(program.inputs) if not _is_state(program, value)] or range(len(shapes))
-    for axis in range(max(map(len, shapes), default=0)):
-        yield from ((at, axis) for at in data if axis < len(shapes[at]) and shapes[at][axis] > 1)
+def batch_along(program: Program, argument: int, axis: int, bodies: dict[int, Any] | None = None) -> Batch:
+    """What there is to split if an axis of one of the arguments, by position, holds the batch.
+
+    Args:
+        program: the program.
+        argument: its position.
+        axis: of the argument.
+        bodies: of the program's equations, if others were tried before; filled here.
+    """
+    value = program.inputs[argument]
+    rows = program.avals[value].shape[axis]
+    context = Context(rows, {**RULES, **BODIES}, {} if bodies is None else bodies)
+    return _batch(analyse(program, context, {value: axis}), rows)
+
+
+def _candidates(program: Program) -> Iterator[list[int]]:
+    """Arguments, by position, that may have the batch: first those that are unlike all results, then those that are not
+    updated, all if there are no others."""
+    types = [_type(program.avals[value]) for value in program.inputs]
+    results = {_type(program.aval_of(x)) for x in program.outputs}
+    data = [at for at, value in enumerate(program.inputs) if not _is_state(program, value)]
+    yield [at for at in data if types[at] not in results]
+    yield data or list(range(len(types)))
+
+
+def _type(aval: Any) -> tuple[tuple[int, ...], Any]:
+    return getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+
+
+def _axes(program: Program, arguments: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Axes of some arguments, leading ones first."""
+    shapes = {at: getattr(program.avals[program.inputs[at]], "shape", ()) for at in arguments}
+    for axis in range(max(map(len, shapes.values()), default=0)):
+        yield from ((at, axis) for at, shape in shapes.items() if axis < len(shape) and shape[axis] > 1)
 
 
 def _is_state(program: Program, value: int) -> bool:

@@ -215,6 +215,13 @@ class Factor:
     outputs: tuple[int | Sum, ...]
     bind: Bind = bind_as_it_is
 
+    def __post_init__(self) -> None:
+        """Axes as Python's integers: parameters of some equations have NumPy's."""
+        inputs = tuple(None if axis is None else int(axis) for axis in self.inputs)
+        outputs = tuple(axis if isinstance(axis, Sum) else int(axis) for axis in self.outputs)
+        object.__setattr__(self, "inputs", inputs)
+        object.__setattr__(self, "outputs", outputs)
+
 
 Rule = Callable[[View], "Run | None"]
 """How an equation runs on a chunk, given its operands' layouts; None where it has to run on the whole batch."""
@@ -231,7 +238,7 @@ def along(factors: Callable[[View], Sequence[Factor]]) -> Rule:
             at_odds = sum(a != b for a, b in zip(factor.inputs, view.inputs, strict=True) if isinstance(b, int))
             if agree and can_be_split(view, factor) and (best is None or (-at_odds, agree) > best_rank):
                 best, best_rank = factor, (-at_odds, agree)
-        return None if best is None else Run(tuple(best.inputs), tuple(best.outputs), best.bind)
+        return None if best is None else Run(best.inputs, best.outputs, best.bind)
 
     return rule
 
