@@ -56,5 +56,3 @@ def check_split(fun: Callable, *args: Any, chunks: Sequence[int] = (2, 3)) -> Ba
     for number in chunks:
         assert_same(program, batch.split(number), jax.tree.leaves(args))
     return batch
-
-

@@ -27,8 +27,10 @@ def in_chunks(prepared: Prepared, chunks: int) -> Prepared:
             f"split={batch.rows} or less"
         )
     if batch.rows % chunks:
-        below, above = (max((k for k in batch.numbers if k < chunks), default=0), 
-                        min(k for k in batch.numbers if k > chunks))
+        below, above = (
+            max((k for k in batch.numbers if k < chunks), default=0),
+            min(k for k in batch.numbers if k > chunks),
+        )
         near = " or ".join(f"split={k}" for k in (below, above) if k)
         raise ValueError(f"expected a number that divides the batch of {batch.rows}, got split={chunks}. Write {near}")
     return prepared.in_chunks(chunks)

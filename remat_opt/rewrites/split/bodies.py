@@ -15,7 +15,7 @@ from jax.extend.core import primitives as P
 
 from remat_opt.rewrites.split.analysis import Analysis, analyse
 from remat_opt.rewrites.split.chunks import ChunkValues
-from remat_opt.rewrites.split.layouts import Bind, Chunk, Layout, Rule, Run, Sum, View
+from remat_opt.rewrites.split.layouts import Chunk, Layout, Rule, Run, Sum, View
 from remat_opt.trace import compat
 from remat_opt.trace.avals import is_key
 from remat_opt.trace.inline import Constant, Equation, Program

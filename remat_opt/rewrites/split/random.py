@@ -52,7 +52,7 @@ class _Part:
         for axis in range(len(shape)):
             index = lax.broadcasted_iota(jnp.uint32, shape, axis)
             if axis == self.axis:
-                index = lax.add(index, lax.full_like(index, lax.convert_element_type(chunk.start(whole[axis]), "uint32")))
+                index = index + lax.convert_element_type(chunk.start(whole[axis]), "uint32")
             position = position + index * np.uint32(math.prod(whole[axis + 1 :]))
         first, second = jax.random.key_data(operands[0])
         high, low = P.threefry2x32_p.bind(first, second, lax.full_like(position, 0), position)

@@ -24,7 +24,7 @@ def _elementwise(view: View) -> list[Factor]:
     """Each axis of the result; scalars and axes of one element are the same everywhere."""
     shape = view.shape_out()
     shapes = [view.shape(at) for at in range(len(view.inputs))]
-    if any(one and (len(one) != len(shape) or any(n not in (1, m) for n, m in zip(one, shape))) for one in shapes):
+    if any(one and (len(one) != len(shape) or {*one} - {*shape, 1}) for one in shapes):
         return []  # `bitcast_convert_type` to another size
     outputs = len(view.equation.outputs)
     return [

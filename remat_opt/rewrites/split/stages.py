@@ -1,9 +1,9 @@
 """Puts the equations that run on chunks into loops, one after another, and the others before, between and behind them.
 
-Stage 0 is what runs before the first loop, stage n what runs after loop n. A loop reads sums of earlier loops alone, and
+Stage 0 is what runs before the first loop, stage n what runs after loop n. A loop reads sums of earlier loops only, and
 of its own chunks what lies as it is read. So a network with batch norm becomes a chain of loops, a loss that is divided
-by a sum of weights one loop of weights and one of all else. Most equations could be in one of several loops: all are put
-as early, or all as late as they can be, whichever hands on fewer bytes of rows from loop to loop.
+by a sum of weights one loop of weights and one of all else. Most equations could be in one of several loops: all are
+put as early, or all as late as they can be, whichever hands on fewer bytes of rows from loop to loop.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Linear operations on sums over the batch: they give the same on the parts, and may run before these are added up.
 
 They do so where the result is no larger than what would be carried otherwise: gradients of one weight that is read in
-two places are added before they are carried. In a body they always do, as no sum is complete before the loop over chunks
-has ended; what is added to a sum and is whole, such as the zeros that a loop begins with, counts in the first chunk.
+two places are added before they are carried. In a body they always do, as no sum is complete before the loop over
+chunks has ended; what is added to a sum and is whole, such as the zeros that a loop begins with, counts in the first
+chunk.
 """
 
 from __future__ import annotations
