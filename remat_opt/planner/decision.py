@@ -15,7 +15,7 @@ from remat_opt.planner.plan import Plan, Prediction, digest, pack
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.progress import SearchProgress
 from remat_opt.planner.settings import Settings
-from remat_opt.planner.splitting import in_chunks
+from remat_opt.planner.splitting import in_chunks, note_of_split
 from remat_opt.search import Solution
 from remat_opt.search.progress import reporting_to
 from remat_opt.targets import CompilationOutOfMemory, Figures
@@ -118,6 +118,7 @@ class Planner:
         written = prepared.loops if prepared.original else None
         loops = prepared.loops or self.variants.loops
         said = loops.summary(written=written is not None) if loops else ""
+        split = note_of_split(self.original, prepared.chunks)
         plan = Plan(
             fingerprint=self.original.fingerprint,
             inputs=self.original.inputs,
@@ -133,7 +134,7 @@ class Planner:
             measured=measured,
             plain_measured=self.plain_figures,
             versions=versions(),
-            note="; ".join(filter(None, (note, said))),
+            note="; ".join(filter(None, (note, split, said))),
             loops=written.chosen if written else (),
             loop_bodies=written.bodies if written else 0,
             inside_loops=written.inside if written else None,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import jax
+
 from remat_opt.planner.prepared import Prepared
 from remat_opt.rewrites.split.batch import Batch, place_of
 
@@ -37,6 +41,37 @@ def in_chunks(prepared: Prepared, chunks: int) -> Prepared:
 
 
 _INSTEAD = "Write split=False"
+MOST_NAMED = 3  # operations in a note
+
+
+def note_of_split(original: Prepared, chunks: int) -> str:
+    """A sentence on what is split and what ended the loop over chunks; empty where nothing is.
+
+    Args:
+        original: the step before.
+        chunks: into how many its batch is split.
+    """
+    batch = original.batch if chunks else None
+    if batch is None:
+        return ""
+    names = _names_of_arguments(original)
+    split = ", ".join(f"{names[at]} along axis {axis}" for at, axis in batch.arguments)
+    said = f"the batch of {batch.rows} ({split}) runs in {chunks} chunks"
+    needed = list(dict.fromkeys(map(place_of, (*batch.meetings, *batch.ends))))
+    return f"{said}, the whole of it is needed by {'; '.join(needed[:MOST_NAMED])}" if needed else said
+
+
+def _names_of_arguments(prepared: Prepared) -> list[str]:
+    """For each input of the program what it is among the arguments of the call."""
+    captured = prepared.captured
+    leaves = jax.tree_util.tree_leaves_with_path(captured.traced.args_info)
+    return [*["a value of the function's closure"] * len(captured.closed_over), *(_name(path) for path, _ in leaves)]
+
+
+def _name(path: tuple[Any, ...]) -> str:
+    of_keywords, first, *inner = path
+    place = first.key if of_keywords.idx else f"argument {first.idx}"
+    return f"{place}{jax.tree_util.keystr(tuple(inner))}"
 
 
 def _needed(batch: Batch | None) -> str:

@@ -1,4 +1,4 @@
-"""The rules of gathers and scatters: by rows of indices, by batching dimensions, and along whole dimensions of slices."""
+"""The rules of gathers and scatters: by rows of indices, by batching dimensions, along whole dimensions of slices."""
 
 from __future__ import annotations
 

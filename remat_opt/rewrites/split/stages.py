@@ -53,7 +53,7 @@ class Stages:
         for index in range(len(program.equations)):
             for value, layout in reads(self.analysis, index):
                 made = program.producer.get(value)
-                is_inside = index in runs and made in runs and self.stage[index] == self.stage[made]
+                is_inside = made is not None and {index, made} <= runs.keys() and self.stage[index] == self.stage[made]
                 if not (is_inside and lies_as_read(self.analysis, value, layout)):
                     found.add(value)
         return frozenset(value for value in found if program.producer.get(value) in runs)

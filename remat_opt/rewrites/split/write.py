@@ -91,7 +91,7 @@ def _in_chunks(
             layout, part = layouts[value], values.parts[value]
             if isinstance(layout, Sum):
                 after[value] = layout.combine(after[value], part)
-            else:
+            elif layout is not None:
                 start = chunk.start(after[value].shape[layout])
                 after[value] = lax.dynamic_update_slice_in_dim(after[value], part, start, layout)
 
