@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from jax import lax
+
 from remat_opt.rewrites.split.analysis import Analysis
 from remat_opt.rewrites.split.layouts import Chunk, Layout, Sum
 from remat_opt.trace import compat
@@ -58,6 +60,11 @@ class ChunkValues:
             operands = [self.read(x, layout) for x, layout in zip(equation.inputs, run.inputs, strict=True)]
             with compat.equation_context(equation.source_info, equation.context):
                 results = run.bind(equation, operands, self.chunk)
+            opaque = self.analysis.program.opaque
+            results = [
+                lax.optimization_barrier(x) if value in opaque else x
+                for value, x in zip(equation.outputs, results, strict=True)
+            ]
             self.parts.update(zip(equation.outputs, results, strict=True))
             for value in equation.outputs:
                 note(value)
