@@ -57,11 +57,8 @@ def optimize(
         repeat_collectives: let devices communicate again for what is recomputed. By default the results of explicit
             collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
             that what they are for is saved where they have become more (not with `verify=False`).
-        split: a number k of chunks that the batch is split into, which is found in the step: what depends on it row by
-            row runs in a loop over k equal parts of the batch, and sums over it (losses, gradients) are added up in
-            float32 or wider. Memory of activations falls to a k-th without more FLOPs; the results are the same but for
-            the rounding of these sums. What runs in each part is recomputed as any other step. k has to divide the
-            batch. False: the batch is not split.
+        split: how many equal parts of the batch, which is found in the step, run one after another: activations take so
+            much less, FLOPs stay. Sums over the batch are carried in float32 or wider. False: it is not split.
         **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
             arguments. What says how arguments are split is given to `nnx.jit` or `eqx.filter_jit` itself.
 
@@ -71,9 +68,8 @@ def optimize(
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: a budget, solver, target or mode does not exist (the message lists those that do), or an option
-            belongs to `nnx.jit` or `eqx.filter_jit`; at the first call of a signature: its batch cannot be split so
-            (the message names what needs the whole batch, or the numbers that work).
+        ValueError: a budget, solver, target or mode does not exist (the message lists those that do), an option belongs
+            to `nnx.jit` or `eqx.filter_jit`, or (at the first call) the batch cannot be split so.
         InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}

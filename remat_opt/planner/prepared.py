@@ -73,7 +73,8 @@ class Prepared:
         Args:
             loops: the choices for its pairs.
             inside: None leaves the bodies of loops as they are. Else those that have a forward/backward boundary get
-                segments, for this share of what lies between their least and their plain peak.
+                segments, for this share of what lies between their least and their plain peak; in chunks of the batch
+                all are in our order, with 1 nothing is recomputed.
             keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         """
         original, aliases = self.captured.program, self.bridge.graph.aliases
@@ -86,6 +87,7 @@ class Prepared:
             keep_checkpoints=keep_checkpoints,
             platform=self.target.platform,
             problems=self._bodies,
+            orders=self.chunks > 0,
         )
         if program is original:
             return self._replace(loops=loops)
