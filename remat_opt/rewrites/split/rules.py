@@ -17,7 +17,8 @@ from remat_opt.rewrites.split.layouts import Bind, Chunk, Factor, Rule, Sum, Vie
 from remat_opt.rewrites.split.random import of_keys, random_bits
 from remat_opt.trace import compat
 from remat_opt.trace.inline import Equation
-from remat_opt.trace.primitives import named
+from remat_opt.trace.pool_parts import BOTH, SPREAD
+from remat_opt.trace.primitives import ELEMENTWISE, named
 
 
 def _elementwise(view: View) -> list[Factor]:
@@ -202,16 +203,8 @@ def _barrier(view: View) -> list[Factor]:
     return [Factor(tuple(axes), tuple(axes))] if None not in axes else []  # type: ignore[arg-type]
 
 
-_ELEMENTWISE = named(
-    """
-    abs acos acosh add add_jaxvals and asin asinh atan atan2 atanh bessel_i0e bessel_i1e bitcast_convert_type cbrt ceil
-    clamp clz complex conj convert_element_type copy cos cosh digamma div eq eq_to erf erf_inv erfc exp exp2 expm1 floor
-    ge gt igamma igamma_grad_a igammac imag integer_pow is_finite le le_to lgamma log log1p logistic lt lt_to max min
-    mul name ne neg nextafter not or polygamma population_count pow random_gamma real reduce_precision
-    regularized_incomplete_beta rem round rsqrt select_n shift_left shift_right_arithmetic shift_right_logical sign sin
-    sinh sqrt square stop_gradient sub tan tanh threefry2x32 xor zeta
-    """
-)
+# Shapes change in some of them, which have rules of their own.
+_ELEMENTWISE = (ELEMENTWISE - {SPREAD, BOTH}) | named("eq_to le_to lt_to random_gamma threefry2x32")
 
 
 RULES: dict[Any, Rule] = {
