@@ -116,6 +116,12 @@ def scattered(p: Any, x: jax.Array, ids: jax.Array) -> jax.Array:
     return jnp.mean((rows + columns) ** 2) + jnp.mean(jnp.sort(jnp.concatenate([x @ p, x], 1), axis=1)[:, 2:4] ** 3)
 
 
+def histogram(p: Any, x: jax.Array, ids: jax.Array) -> Any:
+    """Rows are added to what is no zero."""
+    h = dense(p, x)
+    return jnp.full((9,), 2.0).at[ids[:, 0]].add(h[:, 0]), h
+
+
 def while_loop(p: Any, x: jax.Array) -> Any:
     h = lax.while_loop(lambda s: s[0] < 3, lambda s: (s[0] + 1, dense(p, s[1])), (0, x))[1]
     return jnp.sum(h), h
@@ -152,6 +158,7 @@ CASES = {
     "dropout_of_another_generator": Case(keyed(dropped), lambda: (p(), jax.random.key(0, impl="rbg"), x())),
     "metrics": Case(metrics, lambda: (p(3, WIDTH, 7), x())),
     "scattered": Case(sgd(scattered), lambda: (p(), x(), jnp.asarray(IDS))),
+    "histogram": Case(histogram, lambda: (p(), x(), jnp.asarray(IDS))),
     "while_loop": Case(while_loop, lambda: (p(), x())),
     "second_order": Case(second_order, lambda: (p(), x()), loops=2),
 }
