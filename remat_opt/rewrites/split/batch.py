@@ -23,6 +23,7 @@ from remat_opt.trace.inline import Equation, Program
 from remat_opt.trace.primitives import ELEMENTWISE
 
 LEAST_SHARE = 0.1  # of the bytes of all values, that have to gain by a split
+ENOUGH_SHARE = 0.4  # of these bytes: with such a gain no other arguments are tried
 SMALL_SHARE = 0.01  # of the bytes in the largest loop: a loop of fewer runs on the whole batch
 
 
@@ -58,7 +59,12 @@ class Batch:
     @property
     def can_be_split(self) -> bool:
         """Whether a loop over chunks holds a good part of the program, and more than has to be whole between loops."""
-        return self.gain > LEAST_SHARE * sum(map(bytes_of, self.program.avals))
+        return self.gain > LEAST_SHARE * self.all_bytes
+
+    @functools.cached_property
+    def all_bytes(self) -> int:
+        """Bytes of all values of the program."""
+        return sum(map(bytes_of, self.program.avals))
 
     @property
     def rank(self) -> tuple[int, int]:
@@ -100,7 +106,7 @@ def find_batch(program: Program) -> Batch | None:
                 tried.update({(at, axis), *found.arguments})
                 if best is None or found.rank > best.rank:
                     best = found
-        if best is not None and best.can_be_split:
+        if best is not None and best.gain > ENOUGH_SHARE * best.all_bytes:
             return best
     return best
 
