@@ -29,6 +29,7 @@ def optimize(
     keep_user_checkpoints: bool = False,
     on_error: str = "raise",
     repeat_collectives: bool = False,
+    split: bool | int = False,
     **jit_options: Any,
 ) -> Any:
     """Return a training step that needs a fraction of the memory and gives the same results.
@@ -50,27 +51,28 @@ def optimize(
         plan: a plan of the same program to use instead of searching.
         verify: compile to check budgets, and without one where predictions leave it open whether less is needed than
             for the original step. False plans without compiling and promises nothing.
-        keep_user_checkpoints: leave the function's own `jax.checkpoint` regions as they are; by default they are
-            entered, and the search is free to choose better.
+        keep_user_checkpoints: leave the function's own `jax.checkpoint` regions; by default the search may do better.
         on_error: "raise", or "plain" to run the original step, with a warning, where planning fails.
         repeat_collectives: let devices communicate again for what is recomputed. By default the results of explicit
             collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
             that what they are for is saved where they have become more (not with `verify=False`).
+        split: how many equal parts of the batch, which is found in the step, run one after another: activations take so
+            much less, FLOPs stay. Sums over the batch are carried in float32 or wider. False: it is not split.
         **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
-            arguments. What says how arguments are split is given to `nnx.jit` or `eqx.filter_jit` itself.
+            arguments. What says how arguments are placed is given to `nnx.jit` or `eqx.filter_jit` itself.
 
     Returns:
-        An `OptimizedFunction` (for nnx, equinox and bound arguments an object that holds one): called like `fun`, with
+        An `OptimizedFunction` (for nnx, equinox and bound arguments an object that holds one): called like `fun`, has
         `lower`, `trace`, `eval_shape`, `plan`, `explain` and `jaxpr`.
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: a budget, solver, target or mode does not exist (the message lists those that do), or an option
-            belongs to `nnx.jit` or `eqx.filter_jit`.
+        ValueError: an option is not among those that exist (the message lists them) or belongs to `nnx.jit` or
+            `eqx.filter_jit`; at the first call, the batch cannot be split so (the message says why).
         InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}
-    allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives}
+    allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives, "split": split}
     options: dict[str, Any] = {**searched, **allowed, "on_error": on_error}
     settings = check_settings(**options)
     if fun is _NOT_GIVEN:

@@ -35,7 +35,7 @@ def keep_budget(planner: Planner) -> Decision:
     if planner.compile is None:
         return _predicted(planner)
     fraction = planner.settings.budget.fraction
-    if fraction == 1.0:
+    if fraction == 1.0 and not planner.settings.split:
         unchanged = planner.original.unchanged
         figures = planner.measure(Candidate(unchanged, unchanged.problem.plain))
         return planner.plain("a budget of 1.0 is what the step as it was given needs", figures)
@@ -44,7 +44,8 @@ def keep_budget(planner: Planner) -> Decision:
     allowed = planner.settings.budget.physical_bytes
     assert allowed is not None
     original = planner.original
-    if original.is_divided or original.problem.plain.peak + fixed_bytes(planner) <= allowed * 1.1:
+    may_be_plain = not planner.settings.split
+    if may_be_plain and (original.is_divided or original.problem.plain.peak + fixed_bytes(planner) <= allowed * 1.1):
         plain = planner.measure_if_it_fits(None)
         if plain is not None and plain.physical_peak_bytes <= allowed:
             return planner.plain("the step as it was given fits the budget", plain)

@@ -98,6 +98,7 @@ class Variants:
     def all(self) -> tuple[Prepared, ...]:
         """All variants, sorted by the time of their loops. The original step is one of them."""
         inside = LEVELS_INSIDE[:-1] if self.has_gain_inside else ()
+        inside = (1.0, *inside) if self.original.chunks else inside
         variants = {
             *self.for_minimum_memory,
             *self.of_ways(self.ways),
@@ -130,8 +131,9 @@ class Variants:
 
     @functools.cached_property
     def reordered(self) -> Candidate:
-        """The original step in our order, with nothing recomputed; see `Prepared.ordered`."""
-        ordered = self.original.unchanged.ordered
+        """The step in our order, with nothing recomputed; see `Prepared.ordered`."""
+        is_split = self.original.chunks > 0
+        ordered = self.written(self.ways[0], 1.0) if is_split else self.original.unchanged.ordered
         return Candidate(ordered, ordered.problem.plain)
 
     def minimum_memory(self) -> Candidate:

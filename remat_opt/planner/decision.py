@@ -15,6 +15,7 @@ from remat_opt.planner.plan import Plan, Prediction, digest, pack
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.progress import SearchProgress
 from remat_opt.planner.settings import Settings
+from remat_opt.planner.splitting import in_chunks, note_of_split
 from remat_opt.search import Solution
 from remat_opt.search.progress import reporting_to
 from remat_opt.targets import CompilationOutOfMemory, Figures
@@ -56,7 +57,8 @@ class Planner:
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
         self.original = prepared
         self.settings = settings
-        self.variants = Variants(prepared, settings.solver, settings.keep_user_checkpoints)
+        split = in_chunks(prepared, settings.split) if settings.split else prepared
+        self.variants = Variants(split, settings.solver, settings.keep_user_checkpoints)
         self.compile = measure
         self.plain_figures: Figures | None = None
 
@@ -116,6 +118,7 @@ class Planner:
         written = prepared.loops if prepared.original else None
         loops = prepared.loops or self.variants.loops
         said = loops.summary(written=written is not None) if loops else ""
+        split = note_of_split(self.original, prepared.chunks)
         plan = Plan(
             fingerprint=self.original.fingerprint,
             inputs=self.original.inputs,
@@ -131,13 +134,14 @@ class Planner:
             measured=measured,
             plain_measured=self.plain_figures,
             versions=versions(),
-            note="; ".join(filter(None, (note, said))),
+            note="; ".join(filter(None, (note, split, said))),
             loops=written.chosen if written else (),
             loop_bodies=written.bodies if written else 0,
             inside_loops=written.inside if written else None,
             gathers_once=prepared.captured.program.gathers_once,
             rewritten=prepared.is_reformed,
             reordered=prepared.reordered,
+            chunks=prepared.chunks,
         )
         return Decision(prepared, solution, plan)
 

@@ -35,6 +35,7 @@ def write_loops(
     keep_checkpoints: bool = False,
     platform: str = "",
     problems: dict[Any, Problem] | None = None,
+    orders: bool = False,
 ) -> tuple[Program, LoopChoices]:
     """Write a program's loops as was chosen.
 
@@ -48,6 +49,7 @@ def write_loops(
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         platform: the target's.
         problems: of bodies that were searched before, with what was found; filled here.
+        orders: write bodies in our order even where nothing is recomputed in them.
 
     Returns:
         The program, the same one where nothing was done, and the choices with the number of such bodies.
@@ -70,7 +72,8 @@ def write_loops(
     def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Body | None:
         # Written for the CPU, gradients summed over micro-batches took 30.0 MB there, and 25.3 so.
         written_for = platform if platform in GPUS else ""
-        return body_in_segments(body, rates, overwritten, share, {} if problems is None else problems, written_for)
+        known = {} if problems is None else problems
+        return body_in_segments(body, rates, overwritten, share, known, written_for, orders)
 
     program, bodies = rewrite_inside(
         program, rates, in_segments, pairs=loops.pairs, donated=donated, keep_checkpoints=keep_checkpoints
@@ -144,6 +147,7 @@ def body_in_segments(
     share: float,
     problems: dict[Any, Problem],
     platform: str = "",
+    orders: bool = False,
 ) -> Body | None:
     """A body that has a forward and a backward pass with a schedule of less memory; None where nothing is gained.
 
@@ -154,18 +158,30 @@ def body_in_segments(
         share: of what lies between the least and the plain peak, how much it may need.
         problems: see `write_loops`; forms of a step differ in few of their bodies.
         platform: of the compiler that it is written for; empty where that does not matter.
+        orders: give a body in our order where nothing is gained. XLA's own order may need much more: AlexNet in four
+            chunks took 2016 MB on an H200, 1131 so.
     """
     bridge = build(body, rates, overwritten, platform=platform)
     if not bridge.graph.ops:
         return None
     graph = bridge.graph
     problem = _problem_of(graph, problems)
-    if minimum_possible(graph) > SEGMENTS_THRESHOLD * problem.plain.peak:
-        return None  # nothing that could be found is worth it
+    solution = _searched(problem, share)
+    if solution is None:
+        if not orders:
+            return None
+        solution = problem.plain
+    names = name_values(body, solution.choice.saved)
+    return Body(lambda operands: write(bridge, solution.schedule, names, operands), solution.peak)
+
+
+def _searched(problem: Problem, share: float) -> Solution | None:
+    """A body's schedule for a share of the memory between its least and its plain peak; None where that is no gain."""
+    if share == 1 or minimum_possible(problem.graph) > SEGMENTS_THRESHOLD * problem.plain.peak:
+        return None
     solution = SOLVERS["auto"](problem, None)
     if share:
         solution = SOLVERS["auto"](problem, int(solution.peak + share * (problem.plain.peak - solution.peak)))
     if not solution.schedule.recomputed or solution.peak > SEGMENTS_THRESHOLD * problem.plain.peak:
         return None
-    names = name_values(body, solution.choice.saved)
-    return Body(lambda operands: write(bridge, solution.schedule, names, operands), solution.peak)
+    return solution

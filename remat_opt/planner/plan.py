@@ -99,6 +99,7 @@ class Plan:
             nothing is recomputed.
         reordered: nothing is recomputed and no operation differs, but the step is emitted in our order, which alone
             saves memory.
+        chunks: into how many the batch is split; 0 where it is not.
     """
 
     fingerprint: str
@@ -122,6 +123,7 @@ class Plan:
     gathers_once: bool = False
     rewritten: bool = False
     reordered: bool = False
+    chunks: int = 0
 
     @property
     def is_plain(self) -> bool:
@@ -181,6 +183,7 @@ class Plan:
             "plain_measured": self.plain_measured and self.plain_measured.as_json(),
             "loops": [{"pair": at, **dataclasses.asdict(loop)} for at, loop in self.loops],
             **{name: True for name, field in _MARKS.items() if getattr(self, field)},
+            **({"chunks": self.chunks} if self.chunks else {}),
         }
         document["schedule_digest"] = _digest_of_schedule(document)
         return json.dumps(document, indent=1, default=sorted)
@@ -226,6 +229,7 @@ class Plan:
         values: dict[str, Any] = {name: document[name] for name in (*_WRITTEN_AS_THEY_ARE, "versions")}
         values |= {"inputs": tuple(document["inputs"]), "saved": tuple(document["saved"])}
         values |= {field: name in document for name, field in _MARKS.items()}
+        values |= {"chunks": document.get("chunks", 0)}
         return cls(
             **values,
             choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
@@ -312,7 +316,7 @@ def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
 def _digest_of_schedule(document: dict[str, Any]) -> str:
     """Of all that says how the step is written."""
     parts = [document[name] for name in ("choice", "schedule", "loops")]
-    parts += [{name: document[name]} for name in _MARKS if name in document]
+    parts += [{name: document[name]} for name in (*_MARKS, "chunks") if name in document]
     return hashlib.sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:16]
 
 

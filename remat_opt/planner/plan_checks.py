@@ -162,8 +162,9 @@ def document(schema: int, predicted: type) -> Check:
             "loop_bodies": whole(),
             "inside_loops": optional(SHARE),
             **dict.fromkeys(("gathers_once", "rewritten", "in_our_order"), MARK),
+            "chunks": whole(2, 2**31),
         },
-        left_out=("gathers_once", "rewritten", "in_our_order"),
+        left_out=("gathers_once", "rewritten", "in_our_order", "chunks"),
     )
 
 

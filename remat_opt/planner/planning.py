@@ -17,6 +17,7 @@ from remat_opt.planner.decision import Decision, Measure, Planner, versions
 from remat_opt.planner.plan import Plan, PlanError, check_fit, check_loops
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
+from remat_opt.planner.splitting import in_chunks
 from remat_opt.search import Solution, search_of
 from remat_opt.trace.names import name_values
 
@@ -62,6 +63,8 @@ def decision_of(candidate: Candidate, settings: Settings) -> Decision:
 def minimum_memory(planner: Planner) -> Decision:
     """The least memory for at most one more forward pass, or two; see `Variants.minimum_memory`."""
     candidate = planner.search(None)
+    if planner.settings.split:
+        return split_for_minimum(planner, candidate)
     if candidate.is_unchanged or candidate.peak > GAIN_THRESHOLD * planner.original.comparable_peak:
         candidate = min(planner.variants.reordered, candidate, key=lambda one: (one.is_unchanged, one.peak))
         if planner.compile is not None:  # compilers have an order of their own for the original step
@@ -80,6 +83,14 @@ def minimum_memory(planner: Planner) -> Decision:
     if clear and candidates[0].is_the_same_as(candidate):
         return planner.decision(candidate)
     return by_the_compiler(planner, candidates, compare_with_plain=not clear)
+
+
+def split_for_minimum(planner: Planner, candidate: Candidate) -> Decision:
+    """The least memory of a step that is split as the user says: whether that gains anything is not asked."""
+    every = [candidate, planner.variants.reordered]
+    if planner.settings.budget.at_any_cost:
+        every.append(planner.search(0))
+    return planner.decision(min(every, key=lambda one: one.peak))
 
 
 def is_clear(planner: Planner, candidate: Candidate) -> bool:
@@ -134,10 +145,11 @@ def take_over(planner: Planner, plan: Plan) -> Decision:
     if plan.is_plain and not plan.edited:
         return planner.plain(note, plan.measured)
     try:
-        pairs = find_pairs(planner.original.captured.program, keep_checkpoints=planner.settings.keep_user_checkpoints)
+        prepared = in_chunks(planner.original, plan.chunks) if plan.chunks else planner.original
+        pairs = find_pairs(prepared.captured.program, keep_checkpoints=planner.settings.keep_user_checkpoints)
         check_loops(plan, pairs.pairs)
         loops = LoopChoices(pairs.pairs, plan.loops, (), pairs.left)
-        prepared = planner.original.gathering_once(plan.gathers_once)
+        prepared = prepared.gathering_once(plan.gathers_once)
         prepared = prepared.written(loops, plan.inside_loops, planner.settings.keep_user_checkpoints)
         if plan.reordered:
             prepared = prepared.unchanged.ordered

@@ -17,6 +17,7 @@ from remat_opt.graph.liveness import peak_of
 from remat_opt.loops.choose import LoopChoices
 from remat_opt.planner.loop_search import SearchedSteps, write_loops
 from remat_opt.rewrites.captured import Captured
+from remat_opt.rewrites.split.batch import Batch, find_batch
 from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
 from remat_opt.trace import compat
@@ -34,9 +35,10 @@ class Prepared:
         bridge: its graph.
         target: whose costs the graph has.
         seconds: time spent on each stage so far.
-        original: the original program, if loops were rewritten; else None.
+        original: the program before its loops were rewritten or its batch was split; else None.
         loops: the choices for the loops.
         reordered: emit the step even if nothing is recomputed, to fix its order for the compiler.
+        chunks: into how many the batch is split; 0 where it is not.
     """
 
     captured: Captured
@@ -46,6 +48,7 @@ class Prepared:
     original: Prepared | None = None
     loops: LoopChoices | None = None
     reordered: bool = False
+    chunks: int = 0
 
     @property  # not cached: the copy caches this step as its original, and the two would keep each other alive
     def ordered(self) -> Prepared:
@@ -70,7 +73,8 @@ class Prepared:
         Args:
             loops: the choices for its pairs.
             inside: None leaves the bodies of loops as they are. Else those that have a forward/backward boundary get
-                segments, for this share of what lies between their least and their plain peak.
+                segments, for this share of what lies between their least and their plain peak; in chunks of the batch
+                all are in our order, with 1 nothing is recomputed.
             keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         """
         original, aliases = self.captured.program, self.bridge.graph.aliases
@@ -83,11 +87,27 @@ class Prepared:
             keep_checkpoints=keep_checkpoints,
             platform=self.target.platform,
             problems=self._bodies,
+            orders=self.chunks > 0,
         )
         if program is original:
             return self._replace(loops=loops)
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
-        return dataclasses.replace(again, seconds=self.seconds, original=self, loops=loops)
+        return dataclasses.replace(again, seconds=self.seconds, original=self, loops=loops, chunks=self.chunks)
+
+    @functools.cached_property
+    def batch(self) -> Batch | None:
+        """The batch of the program; None where there is nothing that could be one."""
+        return find_batch(self.captured.program)
+
+    def in_chunks(self, chunks: int) -> Prepared:
+        """The same step with its batch split; see `splitting.py` for what is checked before.
+
+        Args:
+            chunks: how many, one of `self.batch.numbers`.
+        """
+        assert self.batch is not None
+        again = prepare(dataclasses.replace(self.captured, program=self.batch.split(chunks)), self.target)
+        return dataclasses.replace(again, seconds=self.seconds, original=self, chunks=chunks)
 
     def step_search(self) -> SearchedSteps:
         """Schedules for the steps of its loops."""

@@ -23,6 +23,7 @@ class Settings:
     keep_user_checkpoints: bool
     on_error: str
     repeat_collectives: bool = False
+    split: int = 0
 
 
 def check_settings(
@@ -35,6 +36,7 @@ def check_settings(
     keep_user_checkpoints: bool = False,
     on_error: str = "raise",
     repeat_collectives: bool = False,
+    split: bool | int = False,
 ) -> Settings:
     """Read and check what a user wrote; see `optimize` for the errors."""
     if solver not in SOLVERS:
@@ -60,4 +62,21 @@ def check_settings(
         keep_user_checkpoints,
         on_error,
         repeat_collectives,
+        check_split(split),
     )
+
+
+def check_split(split: bool | int) -> int:
+    """The number of chunks that a user wrote, 0 for none."""
+    if split is False:
+        return 0
+    if split is True or not isinstance(split, int):
+        raise ValueError(
+            f"expected split=False or a number of chunks, got split={split!r}. Write split=4 for four chunks"
+        )
+    if split < 2:
+        raise ValueError(
+            f"expected at least 2 chunks, got split={split}. Write split=False to run the whole batch at once, or "
+            "split=2 for two halves"
+        )
+    return split

@@ -50,6 +50,8 @@ remat_p = primitives.remat_p
 split_p = lax.split_p
 stack_p, unstack_p = getattr(lax, "stack_p", None), getattr(lax, "unstack_p", None)
 name_p = primitives.name_p
+random_wrap_p = _primitive_of(jax.random.wrap_key_data, np.zeros(2, np.uint32))
+random_unwrap_p = _primitive_of(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def _mapping() -> Any:
@@ -67,6 +69,11 @@ pvary_p = _mapping().params["jaxpr"].eqns[0].primitive  # moves nothing: a type 
 # XLA's own generator keeps a state on the device, and a callback's host function is the user's (see `effects.py`).
 pure_callback_p = _primitive_of(lambda x: jax.pure_callback(lambda y: y, jax.ShapeDtypeStruct((), "float32"), x), 1.0)
 STATEFUL = frozenset({primitives.rng_uniform_p, pure_callback_p})
+
+
+def draws_by_position(keys: Any, context: Any) -> bool:
+    """Whether each element that keys of a type draw depends on its position alone, in the context of an equation."""
+    return str(keys.dtype) == "key<fry>" and bool(getattr(context, "threefry_partitionable", False))
 
 
 # What devices send each other inside a `shard_map`. Only some of these carry an effect that says so (`ppermute` has

@@ -1,0 +1,138 @@
+"""Puts the equations that run on chunks into loops, one after another, and the others before, between and behind them.
+
+Stage 0 is what runs before the first loop, stage n what runs after loop n. A loop reads sums of earlier loops only, and
+of its own chunks what lies as it is read. So a network with batch norm becomes a chain of loops, a loss that is divided
+by a sum of weights one loop of weights and one of all else. Most equations could be in one of several loops: all are
+put as early, or all as late as they can be, whichever hands on fewer bytes of rows from loop to loop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Mapping
+
+from remat_opt.rewrites.split.analysis import Analysis
+from remat_opt.rewrites.split.layouts import Layout, Sum, bytes_of
+from remat_opt.trace.inline import Constant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Stages:
+    """An order of loops.
+
+    Attributes:
+        analysis: which equations run on chunks.
+        stage: for each equation its loop, from 1 on, or after which loop it runs.
+        loops: how many loops there are.
+    """
+
+    analysis: Analysis
+    stage: tuple[int, ...]
+    loops: int
+
+    def equations(self, loop: int) -> list[int]:
+        """The equations of a loop, in program order."""
+        return [index for index in self.in_loops if self.stage[index] == loop]
+
+    @functools.cached_property
+    def in_loops(self) -> list[int]:
+        """The equations of all loops, in program order."""
+        return sorted(self.analysis.runs)
+
+    def comes_before(self, value: int, index: int) -> bool:
+        """Whether a value is made in an earlier stage than an equation runs in."""
+        made = self.analysis.program.producer.get(value)
+        return made is not None and self.stage[made] < self.stage[index]
+
+    @functools.cached_property
+    def left(self) -> frozenset[int]:
+        """Values that are read outside of their loop: rows are then whole in memory, and sums are complete."""
+        program, runs = self.analysis.program, self.analysis.runs
+        found = {*program.returned}
+        for index in range(len(program.equations)):
+            for value, layout in reads(self.analysis, index):
+                made = program.producer.get(value)
+                is_inside = made is not None and {index, made} <= runs.keys() and self.stage[index] == self.stage[made]
+                if not (is_inside and lies_as_read(self.analysis, value, layout)):
+                    found.add(value)
+        return frozenset(value for value in found if program.producer.get(value) in runs)
+
+    def held_bytes(self, loop: int) -> int:
+        """Bytes that rows would have for the whole batch that never leave a loop."""
+        return sum(bytes_of(self.analysis.program.avals[value]) for value in self._rows(loop) if value not in self.left)
+
+    @functools.cached_property
+    def handed_on_bytes(self) -> int:
+        """Bytes of the rows that leave their loop, without those that the program returns."""
+        program = self.analysis.program
+        rows = (value for loop in range(1, self.loops + 1) for value in self._rows(loop))
+        return sum(bytes_of(program.avals[v]) for v in rows if v in self.left and v not in program.returned)
+
+    def _rows(self, loop: int) -> Iterator[int]:
+        for index in self.equations(loop):
+            for value in self.analysis.program.equations[index].outputs:
+                if isinstance(self.analysis.layouts.get(value), int):
+                    yield value
+
+
+def reads(analysis: Analysis, index: int) -> Iterator[tuple[int, Layout]]:
+    """The values that an equation reads, each with the layout in which it does."""
+    equation, run = analysis.program.equations[index], analysis.runs.get(index)
+    layouts = (None,) * len(equation.inputs) if run is None else run.inputs
+    for x, layout in zip(equation.inputs, layouts, strict=True):
+        if not isinstance(x, Constant):
+            yield x, layout
+
+
+def lies_as_read(analysis: Analysis, value: int, layout: Layout) -> bool:
+    """Whether a value of a chunk can be read in a layout before the loop has ended."""
+    lies = analysis.layouts.get(value)
+    return lies == layout or (lies is Sum.SAME and layout is None)
+
+
+def put_in_stages(analysis: Analysis) -> Stages:
+    """Put all equations in stages."""
+    early = _earliest(analysis, {})
+    loops = max((early[index] for index in analysis.runs), default=0)
+    late = _latest(analysis, loops)
+    # What is outside of loops, or adds sums alone, runs as early as the loops let it.
+    late = _earliest(analysis, {index: late[index] for index in analysis.runs if _is_of_rows(analysis, index)})
+    return min((Stages(analysis, tuple(order), loops) for order in (early, late)), key=lambda one: one.handed_on_bytes)
+
+
+def _is_of_rows(analysis: Analysis, index: int) -> bool:
+    run = analysis.runs[index]
+    return any(isinstance(layout, int) for layout in (*run.inputs, *run.outputs))
+
+
+def _steps_after(analysis: Analysis, index: int) -> Iterator[tuple[int, int]]:
+    """The equations that an equation needs, and by how many stages it comes at least after each.
+
+    Those with effects come in the order of the program.
+    """
+    program = analysis.program
+    for value, layout in reads(analysis, index):
+        made = program.producer.get(value)
+        if made is not None:
+            at_once = index not in analysis.runs or (made in analysis.runs and lies_as_read(analysis, value, layout))
+            yield made, int(not at_once)
+    if program.equations[index].effects:
+        earlier = (at for at in reversed(range(index)) if program.equations[at].effects)
+        yield from ((at, 0) for at in earlier)
+
+
+def _earliest(analysis: Analysis, fixed: Mapping[int, int]) -> list[int]:
+    stage: list[int] = []
+    for index in range(len(analysis.program.equations)):
+        least = max((stage[made] + steps for made, steps in _steps_after(analysis, index)), default=0)
+        stage.append(fixed.get(index, max(least, int(index in analysis.runs))))
+    return stage
+
+
+def _latest(analysis: Analysis, loops: int) -> list[int]:
+    stage = [loops] * len(analysis.program.equations)
+    for index in reversed(range(len(stage))):
+        for made, steps in _steps_after(analysis, index):
+            stage[made] = min(stage[made], stage[index] - steps)
+    return stage
