@@ -340,10 +340,11 @@ class SlowSimulation:
         operands = [self.instance(value, moment) for value in op.same_place if value not in self.graph.inputs]
         dying = [(value, birth) for value, birth in operands if self.life((value, birth)) == range(birth, moment + 1)]
         size = self.graph.sizes[op.outputs[0]]
-        return [size for one in dying if self.graph.sizes[one[0]] == size and not self.is_behind_barrier(one, moment)][:1]
+        fit = [one for one in dying if self.graph.sizes[one[0]] == size]
+        return [size for one in fit if not self.is_behind_barrier(one, moment)][:1]
 
     def is_behind_barrier(self, instance: tuple[int, int], moment: int) -> bool:
-        """Whether the op at a moment reads a buffer behind a barrier: that of its recomputed run, or one for it alone."""
+        """Whether the op at a moment reads a buffer behind a barrier: of its recomputed run, or one for it alone."""
         before = [at for at in range(moment) if self.moments[at][0] == "barrier"]
         if not before:
             return False

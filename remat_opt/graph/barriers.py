@@ -87,7 +87,7 @@ def barriers(
             of_run = _BarriersOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
             found.update(((index, op), barrier) for op, barrier in of_run.items())
         if slices is None and not run.recomputed:
-            before = {op: index - 1 for op in schedule.runs[index - 1].ops} if again else {}
+            before = dict.fromkeys(schedule.runs[index - 1].ops, index - 1) if again else {}
             apart = _separate_activations(graph, liveness, before.keys(), run.ops, position)
             found.update(((before.get(op, index), op), barrier) for op, barrier in apart.items())
         if slices is None and not run.recomputed and again:
