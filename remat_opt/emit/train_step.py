@@ -62,6 +62,7 @@ class _Writer:
         self.is_step_of_loop = is_step_of_loop
         self.slices: dict[int, Slice] = {}
         self.policy = jax.checkpoint_policies.save_only_these_names(*sorted(set(saved_names.values())))
+        self.given: dict[int, Any] = {}
         self.environment: dict[int, Any] = {}
         self.barriers: dict[tuple[int, int], Barrier] = {}
         self.sources: dict[int, frozenset[int]] = {}  # of what was made on demand: stored values and inputs
@@ -92,7 +93,8 @@ class _Writer:
     def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
         given = dict(zip(self.program.inputs, arguments, strict=True))
         self.slices = {value: argument for value, argument in given.items() if isinstance(argument, Slice)}
-        self.environment.update((value, at_once(argument)) for value, argument in given.items())
+        self.given = {value: at_once(argument) for value, argument in given.items()}
+        self.environment.update(self.given)
         self.environment.update(self.program.constants)
         self.guards = guards(self.bridge.graph, schedule)
         liveness = simulate(self.bridge.graph, schedule)
@@ -246,6 +248,8 @@ class _Writer:
             find that both make the same; who counts operations would not.)
         """
         past = self.past_the_barrier(ops, crossing)
+        # A gathered array that went through an update's barrier since would be gathered again.
+        whole = {value: self.given[value] for value in past}
         if self.slices and crossing.waits:
             slices = self.slices.keys() & crossing.covered
             for value in sorted(slices):
@@ -262,7 +266,8 @@ class _Writer:
             handed_on.extend(self.read_on_demand(follows, on_demand))
             return [*(environment[value] for value in results), *(on_demand[value] for value in handed_on)]
 
-        inputs = [self.environment[value] for value in covered]
+        environment = {**self.environment, **whole}
+        inputs = [environment[value] for value in covered]
         jaxpr = jax.make_jaxpr(segment)(*inputs)
         constants = compat.constants_of(jaxpr)  # stacks, and a step's number, of what a loop's step reads again
         through = [*(False for _ in constants), *(value not in past for value in covered)]
