@@ -21,6 +21,7 @@ from jax import lax
 from jax._src import config as _config
 from jax._src import core as _core
 from jax._src import dispatch as _dispatch
+from jax._src import pjit as _pjit
 from jax._src import source_info_util
 from jax._src.interpreters import partial_eval as _partial_eval
 from jax._src.lax import parallel as _parallel
@@ -82,6 +83,9 @@ _SENDS_NOTHING = ("axis_index_p", "preduced_p", "vary_unreduced_cast_p")
 COLLECTIVES = frozenset(one for one in vars(_parallel).values() if isinstance(one, extend_core.Primitive)) - {
     getattr(_parallel, name, None) for name in _SENDS_NOTHING
 }
+
+
+reshard_p = _pjit.reshard_p
 
 
 def without_axis_effects(effects: Iterable[Any]) -> frozenset:

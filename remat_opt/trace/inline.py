@@ -171,11 +171,22 @@ def can_recompute(program: Program, equation: Equation) -> bool:
     effects = equation.effects
     if program.repeats_collectives:
         effects = compat.without_axis_effects(effects)
-    elif communicates(equation.primitive, equation.params):
+    elif communicates(equation.primitive, equation.params) or _gathers(program, equation):
         return False
     if effects or is_stateful(equation.primitive, equation.params):
         return False
     return program.run_once.isdisjoint(equation.outputs) and not any((v,) in program.pinned for v in equation.outputs)
+
+
+def _gathers(program: Program, equation: Equation) -> bool:
+    """Whether an explicit `reshard` puts an array together that was divided among devices.
+
+    The compiler does not say so: from jax 0.12 on the names of its collectives leave out what they are recomputed for.
+    """
+    if equation.primitive is not compat.reshard_p or isinstance(equation.inputs[0], Constant):
+        return False
+    divided, result = (program.avals[one].sharding.spec for one in (equation.inputs[0], equation.outputs[0]))
+    return any(axes is not None and axes != left for axes, left in zip(divided, result, strict=False))
 
 
 def inline(
