@@ -1,5 +1,6 @@
 """A `shard_map` that communicates becomes two: what depends on a collective, and what may be recomputed."""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -11,7 +12,7 @@ from jax.sharding import PartitionSpec
 
 import remat_opt
 from remat_opt.trace.effects import communicates
-from remat_opt.trace.inline import inline
+from remat_opt.trace.inline import Program, can_recompute, inline
 from remat_opt.trace.mapped import in_two_parts
 
 P = PartitionSpec
@@ -51,6 +52,19 @@ def test_indices_and_casts_send_nothing() -> None:
 
     program = inline(jax.make_jaxpr(mapped(tell, P(None, "model")))(X, W))
     assert sent(program) == [False]
+
+
+def test_what_an_explicit_reshard_puts_together_is_not_put_together_again() -> None:
+    mesh = jax.make_mesh((1,), ("model",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def resharding(before: PartitionSpec, after: PartitionSpec) -> Program:
+        with jax.set_mesh(mesh):
+            return inline(jax.make_jaxpr(lambda x: jax.sharding.reshard(x, after))(jax.device_put(X, before)))
+
+    gathering, dividing = (resharding(*specs) for specs in ((P("model", None), P()), (P(), P("model", None))))
+    assert not can_recompute(gathering, gathering.equations[0])
+    assert can_recompute(dataclasses.replace(gathering, repeats_collectives=True), gathering.equations[0])
+    assert can_recompute(dividing, dividing.equations[0])
 
 
 def test_one_that_cannot_be_divided_stays_and_the_user_is_told() -> None:
