@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.results_file import Results
-from benchmarks.tables import BY_FLOPS, OURS, POLICIES, TITLES, VARIANTS, Row
+from benchmarks.tables import BY_FLOPS, OURS, POLICIES, SPLIT, TITLES, VARIANTS, Row
 
 Result = dict[str, Any]
 
@@ -116,6 +116,9 @@ def _published_mb(row: Row) -> float:
 
 def _heading(variant: str) -> str:
     name, _, budget = variant.partition("@")
+    if name == SPLIT:
+        chunks, _, budget = budget.partition("@")
+        return f"{chunks} chunks, {float(budget):.0%} of plain" if budget else f"{chunks} chunks"
     if name in OURS and budget:
         heading = "ours by FLOPs" if name == BY_FLOPS else "ours"
         return f"{heading}, {float(budget):.0%} of plain" if _is_fraction(budget) else f"{heading}, as {budget}"

@@ -11,6 +11,9 @@ BY_FLOPS = "ours-by-flops"
 OURS = ("ours", BY_FLOPS)
 """What `optimize` gives: the least time by the roofline, or the fewest FLOPs."""
 
+SPLIT = "split"
+"""What `optimize` gives with the batch in chunks: `split@8` in eight."""
+
 VARIANTS = (
     "plain",
     "nn.remat",
@@ -27,7 +30,7 @@ VARIANTS = (
 
 def is_planned(variant: str) -> bool:
     """Whether a variant is a plan of `optimize`, and no step that JAX and Flax alone make."""
-    return variant.partition("@")[0] in (*OURS, "chen")
+    return variant.partition("@")[0] in (*OURS, SPLIT, "chen")
 
 
 @dataclass(frozen=True)

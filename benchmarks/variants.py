@@ -3,7 +3,8 @@
 A variant is named as on the command line: `plain`; `nn.remat`, by hand round every block; `chen`, √n segments; a stock
 policy of `jax.checkpoint` round the whole network; `ours`, the least memory that costs at most one more forward pass;
 `ours@0.5`, ours with half of the plain step's temporary memory; `ours@nn.remat`, ours in the physical peak of another
-variant; `ours-by-flops@nn.remat`, the same with the fewest FLOPs instead of the least time by the roofline.
+variant; `ours-by-flops@nn.remat`, the same with the fewest FLOPs instead of the least time by the roofline; `split@8`,
+the least memory with the batch in eight chunks, `split@8@0.9` the least time so within a budget.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import flax.linen as nn
 import jax
 
 import remat_opt
-from benchmarks.tables import BY_FLOPS, OURS, POLICIES, VARIANTS, Row, is_planned
+from benchmarks.tables import BY_FLOPS, OURS, POLICIES, SPLIT, VARIANTS, Row, is_planned
 from remat_opt.examples import TrainingExample, make_example
 from remat_opt.planner.plan import Plan
 from remat_opt.targets import CompilationOutOfMemory, Figures, measure_flat, resolve_target
@@ -93,10 +94,11 @@ def write(
     if variant in ("plain", "nn.remat", *POLICIES):
         return Written(jax.jit(example.train_step, donate_argnums=example.donate_argnums), example)
     name, _, budget = variant.partition("@")
+    chunks, _, budget = budget.partition("@") if name == SPLIT else ("", "", budget)
     if not is_planned(variant):
         raise ValueError(
             f"unknown variant {variant!r}; known are {', '.join(VARIANTS)}; after {'@ or '.join(OURS)}@ may stand any "
-            "fraction or other variant"
+            f"fraction or other variant, after {SPLIT}@ a number of chunks"
         )
     step = remat_opt.optimize(
         example.train_step,
@@ -105,6 +107,7 @@ def write(
         solver="chen" if name == "chen" else "auto",
         donate_argnums=example.donate_argnums,
         verify=verify,
+        split=bool(chunks) and int(chunks),
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", remat_opt.RematWarning)  # what they say is in the plan's note
