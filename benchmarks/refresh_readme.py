@@ -27,7 +27,7 @@ from benchmarks import loops, on_gpu
 from benchmarks.markdown import cut_of
 from benchmarks.pages import megabytes
 from benchmarks.results_file import Results, file_of, load
-from benchmarks.tables import TABLES, Row
+from benchmarks.tables import SPLIT, TABLES, Row
 from remat_opt.examples import EXAMPLES
 from remat_opt.report.units import format_bytes, format_change
 
@@ -157,6 +157,33 @@ def loops_table() -> str:
     return "\n".join(lines)
 
 
+def split_table() -> str:
+    """Networks whose batch is split, for an H200, as they are kept."""
+    lines = [
+        "| network, batch | plain | remat_opt | chunks | no FLOPs more | the least | its extra FLOPs |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for table, rows in TABLES.items():
+        results = load(file_of(table, "h200"))
+        for row, found in _measured(rows, results):
+            for name in found:
+                kind, _, chunks = name.partition("@")
+                if kind == SPLIT and chunks.isdigit() and f"{name}@0.9" in found:
+                    sizes = (found[one]["temp_bytes"] / 1e6 for one in ("plain", "ours", f"{name}@0.9", name))
+                    plain, ours, cheap, least = (f"{size:.0f}" for size in sizes)
+                    lines.append(
+                        f"| {row.network}, {EXAMPLES[row.network].batch} | {plain} | {ours} | {chunks} | {cheap} "
+                        f"| {least} | {found[name]['extra_flops']:.0%} |"
+                    )
+    lines += [
+        "",
+        "Temporary memory in MB for an H200, as above. Make one again with `python -m benchmarks.run feng_huang "
+        "--target h200 --rows alexnet --variants split@8,split@8@0.9 --again`. FLOPs say nothing of the time: weights are read "
+        "once for each chunk, and a small chunk does not fill the device.",
+    ]
+    return "\n".join(lines)
+
+
 def gpu_table() -> str:
     """Memory and time of the steps that ran on a GPU, as they are kept."""
     results = load(on_gpu.FILE)
@@ -243,11 +270,12 @@ def main() -> None:
     parser.add_argument("--results", action="store_true", help="the kept results only, without running the demo")
     only_results = parser.parse_args().results
     document = README.read_text(encoding="utf-8")
-    for name in ("headline", "demo", "explain", "results", "loops", "gpu", "sharded"):
+    for name in ("headline", "demo", "explain", "results", "loops", "gpu", "split", "sharded"):
         replace_region(document, name, "")  # a comment that is missing is told before the demo runs
     document = replace_region(document, "results", results_table())
     document = replace_region(document, "loops", loops_table())
     document = replace_region(document, "gpu", gpu_table())
+    document = replace_region(document, "split", split_table())
     if not only_results:
         shown, figures = run_demo()
         tables, _, explanation = shown.partition("\nPlan for target")

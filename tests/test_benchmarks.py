@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu_row, loops, on_gpu, run, variants
 from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
-from benchmarks.refresh_readme import gpu_table, loops_table, results_table
+from benchmarks.refresh_readme import gpu_table, loops_table, results_table, split_table
 from benchmarks.results_file import RESULTS, file_of, keep, load
 from benchmarks.row import Request
 from benchmarks.step_time import time_variants
@@ -209,7 +209,10 @@ def test_what_lies_below_our_frontier() -> None:
     assert below_our_frontier({**results, **others, **by_flops}) == ["everything_saveable"]
 
 
-@pytest.mark.parametrize(("name", "table"), [("results", results_table), ("gpu", gpu_table), ("loops", loops_table)])
+@pytest.mark.parametrize(
+    ("name", "table"),
+    [("results", results_table), ("gpu", gpu_table), ("loops", loops_table), ("split", split_table)],
+)
 def test_the_readmes_tables_are_made_from_the_kept_results(name: str, table: Callable[[], str]) -> None:
     readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
     assert f"<!-- {name} -->\n{table()}\n<!-- end {name} -->" in readme
