@@ -178,8 +178,8 @@ def split_table() -> str:
     lines += [
         "",
         "Temporary memory in MB for an H200, as above. Make one again with `python -m benchmarks.run feng_huang "
-        "--target h200 --rows alexnet --variants split@8,split@8@0.9 --again`. FLOPs say nothing of the time: weights are read "
-        "once for each chunk, and a small chunk does not fill the device.",
+        "--target h200 --rows alexnet --variants split@8,split@8@0.9 --again`. FLOPs say nothing of the "
+        "time: weights are read once for each chunk, and a small chunk does not fill the device.",
     ]
     return "\n".join(lines)
 
