@@ -95,6 +95,7 @@ def build(
     fusion = fuse(
         unfused,
         with_sums=True,
+        overwrites=as_compiled or platform in GPUS,
         is_stored_if_shared=lambda op: as_compiled and (platform == "cpu" or (platform in GPUS and op.expensive)),
     )
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
