@@ -95,6 +95,7 @@ def frontier(
     target: str | Target | None = None,
     solver: str = "auto",
     budgets: int = 12,
+    split: bool | int = False,
     **kwargs: Any,
 ) -> Frontier:
     """What a step would cost at every amount of memory: the Pareto front of predicted peak and extra time.
@@ -106,13 +107,14 @@ def frontier(
         solver: name of the search.
         budgets: how many budgets between the least and the plain peak to solve for. Used by solvers other than "auto",
             which knows its whole frontier.
+        split: into how many chunks the batch is split, as for `optimize`.
         **kwargs: keyword arguments of the step.
 
     Returns:
         A `Frontier`, from the least memory to the least time (usually the original step). Nothing is compiled. Pass a
         point's plan to `optimize(fun, plan=point.plan)`.
     """
-    step = _optimized(fun, check_settings(target=target, solver=solver), {}, "frontier")
+    step = _optimized(fun, check_settings(target=target, solver=solver, split=split), {}, "frontier")
     return step.ask(functools.partial(trace_frontier, budgets=budgets), args, kwargs)
 
 

@@ -10,7 +10,7 @@ import pytest
 from split_checks import assert_same
 from training_steps import SMALLER, STEPS, TRANSFORMERS, smaller_case
 
-from remat_opt import Plan, measure, optimize
+from remat_opt import Plan, frontier, measure, optimize
 from remat_opt.callable.compiling import compile_candidate
 from remat_opt.planner.candidates import Candidate, Variants
 from remat_opt.planner.prepared import Prepared
@@ -160,3 +160,14 @@ def test_a_budget_is_met_in_chunks() -> None:
     assert plan.measured is not None
     assert plan.plain_measured is not None
     assert plan.measured.temp_bytes <= 0.5 * plan.plain_measured.temp_bytes
+
+
+def test_a_frontier_in_chunks_has_plans_in_chunks() -> None:
+    case = STEPS["vjp"]()
+    args = case.make_args()
+    points = frontier(case.step, *args, split=4)
+    assert {point.plan.chunks for point in points} == {4}
+    assert points[0].peak_bytes < frontier(case.step, *args)[0].peak_bytes
+    found = optimize(case.step, plan=points[0].plan)(*args)
+    for one, ours in zip(jax.tree.leaves(jax.jit(case.step)(*args)), jax.tree.leaves(found), strict=True):
+        np.testing.assert_allclose(ours, one, rtol=1e-5, atol=1e-5 * float(jnp.max(jnp.abs(one))))

@@ -5,6 +5,7 @@ This module has the stages from capture to plan; `callable/function.py` puts a d
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 from remat_opt.graph.derive import Choice
@@ -57,7 +58,10 @@ def keep_original(prepared: Prepared, settings: Settings, note: str) -> Decision
 
 def decision_of(candidate: Candidate, settings: Settings) -> Decision:
     """The decision for a schedule that another search found; nothing is compiled."""
-    return Planner(candidate.prepared.original or candidate.prepared, settings, None).decision(candidate)
+    given = candidate.prepared
+    while given.original:
+        given = given.original
+    return Planner(given, dataclasses.replace(settings, split=0), None).decision(candidate)  # it is split already
 
 
 def minimum_memory(planner: Planner) -> Decision:
