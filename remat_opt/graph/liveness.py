@@ -275,8 +275,9 @@ def _overwritten(
     barriers = np.flatnonzero(np.bincount(positions, minlength=end) == 0)
     is_again, reduces = np.zeros(end + 1, dtype=bool), np.zeros(end + 1, dtype=bool)
     is_again[positions], reduces[positions] = again, graph.reduces[ops]
-    reduced = np.full(len(lives), -1)  # the last reduction that reads each buffer
-    np.maximum.at(reduced, lives.reader, np.where(reduces[lives.read_at], lives.read_at, -1))
+    reduced = np.full(len(lives), -1)  # the last reduction that reads each buffer, in front of the last op that does
+    is_before = reduces[lives.read_at] & (lives.read_at < lives.death[lives.reader])
+    np.maximum.at(reduced, lives.reader, np.where(is_before, lives.read_at, -1))
     run = np.searchsorted(barriers, lives.death)  # barriers before it
     is_behind_own_barrier = (reduced >= 0) & (run > 0) & (run == np.searchsorted(barriers, reduced))
     is_through_barrier = is_again[lives.death] & (run > np.searchsorted(barriers, lives.birth))
