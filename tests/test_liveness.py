@@ -193,8 +193,13 @@ def test_a_kernel_writes_over_what_it_reads_at_the_same_place_alone() -> None:
     both = sketch.elementwise(here, transposed, size=8)
     graph = sketch.graph(sketch.op(both, size=1))
     ops = [dataclasses.replace(op, same_place=(here, transposed) if op.outputs == (both,) else ()) for op in graph.ops]
-    kernels = fuse(dataclasses.replace(graph, ops=tuple(ops)), overwrites=True).graph.ops
-    assert [op.same_place for op in kernels if op.outputs == (both,)] == [(here,)]
+    graph = dataclasses.replace(graph, ops=tuple(ops))
+
+    def places(**options) -> list[tuple[int, ...]]:
+        return [op.same_place for op in fuse(graph, **options).graph.ops if op.outputs == (both,)]
+
+    assert places(overwrites=True) == [(here,)]
+    assert places(overwrites=True, in_tuples={here}) == places() == [()]
 
 
 def test_no_schedule_needs_less_than_one_op() -> None:

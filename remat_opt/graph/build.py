@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
@@ -96,6 +97,7 @@ def build(
         unfused,
         with_sums=True,
         overwrites=as_compiled or platform in GPUS,
+        in_tuples=_convolved(program) if platform in GPUS else (),
         is_stored_if_shared=lambda op: as_compiled and (platform == "cpu" or (platform in GPUS and op.expensive)),
     )
     if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
@@ -202,6 +204,12 @@ def op_of(program: Program, equation: Equation, rates: Rates) -> Op:
         expensive=equation.primitive in EXPENSIVE,
         same_place=_read_at_the_same_place(equation, program, inputs) if kind is Kind.ELEMENTWISE else (),
     )
+
+
+def _convolved(program: Program) -> frozenset[int]:
+    """The results of convolutions."""
+    found = (one.outputs for one in program.equations if one.primitive is P.conv_general_dilated_p)
+    return frozenset(itertools.chain.from_iterable(found))
 
 
 def _read_at_the_same_place(equation: Equation, program: Program, operands: tuple[int, ...]) -> tuple[int, ...]:

@@ -18,9 +18,10 @@ XLA fuses elementwise ops into their users, so that most values of a jaxpr are n
    each of them: XLA for CPUs any (`CpuInstructionFusion`), for GPUs expensive arithmetic (`PriorityFusion`). In what we
    write, each run makes virtual values afresh.
 6. A kernel's result may be written over an operand that it reads at the places alone where it writes (`same_place`, see
-   `liveness.py`), but not over a sum of rule 4, which is read behind its own barrier. In what we write this holds on
-   GPUs. On a CPU rule 5 would have to hold there as well: plans found with the one and without the other are foreseen
-   worse, and need no less (docs/measured.md).
+   `liveness.py`), but not over a sum of rule 4, which is read behind its own barrier, nor over one of several results
+   of an instruction, as those of cuDNN's convolutions and their workspace. In what we write this holds on GPUs. On a
+   CPU rule 5 would have to hold there as well: plans found with the one and without the other are foreseen worse, and
+   need no less (docs/measured.md).
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
 virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever
@@ -179,6 +180,7 @@ def fuse(
     *,
     with_sums: bool = False,
     overwrites: bool = False,
+    in_tuples: Container[int] = (),
     is_stored_if_shared: Callable[[Op], bool] = _no_op,
 ) -> Fusion:
     """Merge virtual values into the kernels that read them, by rules 1 to 3.
@@ -187,6 +189,7 @@ def fuse(
         graph: what `Fusion` is made of.
         with_sums: rule 4 holds, too.
         overwrites: rule 6 holds, too.
+        in_tuples: values that the compiler makes as one of several results.
         is_stored_if_shared: the ops whose results rule 5 stores.
     """
     sums: set[int] = set()
@@ -217,7 +220,9 @@ def fuse(
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
             expensive_operands=tuple(value for value in inputs if value in by_expensive and value in beside),
-            same_place=tuple(value for value in inputs if overwrites and value not in moved and value not in sums),
+            same_place=tuple(
+                value for value in inputs if overwrites and not (value in moved or value in sums or value in in_tuples)
+            ),
         )
         kernels.append(kernel)
         op_of.append(index)
