@@ -68,7 +68,7 @@ def optimize(
     Raises:
         TypeError: `fun` is no function.
         ValueError: an option is not among those that exist (the message lists them) or belongs to `nnx.jit` or
-            `eqx.filter_jit`; at the first call, the batch cannot be split so (the message says why).
+            `eqx.filter_jit`; at the first call, the batch cannot be split (the message says why).
         InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}

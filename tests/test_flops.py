@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from jax import lax
 from loop_kernels import kernel_tanh
 
-from remat_opt.graph.build import bytes_of, kind_of
+from remat_opt.graph.build import kind_of
 from remat_opt.graph.graph import Kind
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.inline import inline
 

@@ -13,14 +13,15 @@ import step_networks as networks
 from jax import lax
 from jax.extend.core import primitives
 from random_graphs import random_choice
-from written_programs import bridge_of, equations, jaxpr_of, names_of, outline, written
+from written_programs import RATES, bridge_of, equations, jaxpr_of, names_of, outline, written
 
 from remat_opt import optimize
-from remat_opt.graph.build import Bridge
+from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.schedule import Run, Schedule, save_everything
 from remat_opt.search import SOLVERS
 from remat_opt.trace import compat
+from remat_opt.trace.inline import inline
 
 pytestmark = pytest.mark.short
 
@@ -233,3 +234,29 @@ def test_every_solver_can_be_asked_for_and_computes_the_same(solver: str) -> Non
     assert plan.predicted.peak_bytes <= plan.predicted.plain_peak_bytes
     ours, plain = optimized(*arguments), jax.jit(step)(*arguments)
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), ours, plain)
+
+
+def test_a_kernel_reads_what_it_writes_over_as_it_was_before_the_barrier() -> None:
+    """The cotangent waits at the barrier of the recomputed run; the compiler overwrites only what is read directly."""
+
+    def function(x: jax.Array, w: jax.Array) -> jax.Array:
+        hidden = x @ w
+        cotangent = jnp.sin(hidden) @ w @ w
+        return (cotangent * jnp.cos(hidden)) @ w
+
+    square = jnp.ones((8, 8))
+    for platform in ("cuda", ""):
+        program = inline(jax.make_jaxpr(function)(square, square))
+        bridge = build(program, RATES, platform=platform)
+        assert [op.name for op in bridge.graph.ops] == [
+            "dot_general",
+            "sin",
+            *["dot_general"] * 2,
+            "mul",
+            "dot_general",
+        ]
+        schedule = Schedule((Run((0, 1, 2, 3)), Run((0,), recomputed=True), Run((4, 5))))
+        found = list(equations(jaxpr_of(bridge, schedule)))
+        products = {one.outvars[0] for one in found if one.primitive is primitives.dot_general_p}
+        (scaled,) = [one for one in found if one.primitive is primitives.mul_p]
+        assert products.isdisjoint(scaled.invars) == (platform == "")

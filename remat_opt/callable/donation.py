@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from remat_opt.graph.build import bytes_of
 from remat_opt.report.units import format_bytes
 from remat_opt.rewrites.captured import Captured
 from remat_opt.trace import compat
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.inline import Constant, Program
 from remat_opt.trace.primitives import ELEMENTWISE, MOVES
 

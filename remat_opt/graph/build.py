@@ -21,7 +21,7 @@ from remat_opt.rewrites.pooling import EXPANDING_PLATFORMS, by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
 from remat_opt.trace import compat
-from remat_opt.trace.avals import dtype_name, item_bytes
+from remat_opt.trace.avals import bytes_of, dtype_name, item_bytes
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, inline
@@ -305,14 +305,6 @@ def kind_of(primitive: Any) -> Kind:
     if primitive in CONTRACTION:
         return Kind.CONTRACTION
     return Kind.OPAQUE
-
-
-def bytes_of(aval: Any) -> int:
-    """Bytes of one value; 0 for what has no storage (tokens, references)."""
-    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
-    if shape is None or dtype is None:
-        return 0
-    return math.prod(shape) * item_bytes(dtype)
 
 
 def _in_tiles(graph: Graph, program: Program) -> Graph:

@@ -12,10 +12,9 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
-from remat_opt.graph.build import bytes_of
 from remat_opt.loops.body import Loop, is_loop, read_loop
 from remat_opt.trace import compat
-from remat_opt.trace.avals import is_on_device
+from remat_opt.trace.avals import bytes_of, is_on_device
 from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, values_among
 
 

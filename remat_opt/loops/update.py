@@ -15,9 +15,9 @@ import numpy as np
 from jax import lax
 from jax.extend.core import primitives as P
 
-from remat_opt.graph.build import bytes_of
 from remat_opt.loops.pairs import Pair
 from remat_opt.trace import compat
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.evaluation import bind, read
 from remat_opt.trace.inline import Constant, Equation, Program
 from remat_opt.trace.primitives import ELEMENTWISE, named

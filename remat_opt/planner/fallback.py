@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from remat_opt.graph.build import Bridge, bytes_of
+from remat_opt.graph.build import Bridge
 from remat_opt.graph.graph import Graph
 from remat_opt.planner.decision import Decision
 from remat_opt.planner.planning import keep_original
@@ -14,6 +14,7 @@ from remat_opt.planner.settings import Settings
 from remat_opt.rewrites.captured import Captured
 from remat_opt.targets import Target
 from remat_opt.trace import compat
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.inline import Program
 
 _FAILED = " failed: "

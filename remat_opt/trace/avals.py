@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -54,3 +55,11 @@ def item_bytes(dtype: Any) -> int:
     if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
         return dtype.itemsize
     return np.dtype(dtype).itemsize
+
+
+def bytes_of(aval: Any) -> int:
+    """Bytes of one value; 0 for what has no storage (tokens, references)."""
+    shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
+    if shape is None or dtype is None:
+        return 0
+    return math.prod(shape) * item_bytes(dtype)

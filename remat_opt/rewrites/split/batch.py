@@ -14,11 +14,12 @@ from typing import Any
 
 from remat_opt.rewrites.split.analysis import Analysis, analyse
 from remat_opt.rewrites.split.bodies import BODIES
-from remat_opt.rewrites.split.layouts import Context, bytes_of
+from remat_opt.rewrites.split.layouts import Context
 from remat_opt.rewrites.split.rules import RULES
 from remat_opt.rewrites.split.stages import Stages, put_in_stages, reads
 from remat_opt.rewrites.split.write import write_chunks
 from remat_opt.trace import compat
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.inline import Equation, Program
 from remat_opt.trace.primitives import ELEMENTWISE
 

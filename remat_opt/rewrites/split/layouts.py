@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,7 +17,6 @@ import numpy as np
 from jax import lax
 
 from remat_opt.trace import compat
-from remat_opt.trace.avals import item_bytes
 from remat_opt.trace.inline import Equation, Program, inline
 
 
@@ -258,8 +256,3 @@ def resized(name: str, axis: int) -> Bind:
         return compat.bind_equation(equation.primitive, params, operands)
 
     return bind
-
-
-def bytes_of(aval: Any) -> int:
-    """Bytes of a value; 0 of what is no array."""
-    return math.prod(aval.shape) * item_bytes(aval.dtype) if hasattr(aval, "dtype") else 0

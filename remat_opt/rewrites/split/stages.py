@@ -13,7 +13,8 @@ import functools
 from collections.abc import Iterator, Mapping
 
 from remat_opt.rewrites.split.analysis import Analysis
-from remat_opt.rewrites.split.layouts import Layout, Sum, bytes_of
+from remat_opt.rewrites.split.layouts import Layout, Sum
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.inline import Constant
 
 

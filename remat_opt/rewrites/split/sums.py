@@ -13,8 +13,8 @@ from typing import Any
 
 from jax.extend.core import primitives as P
 
-from remat_opt.rewrites.split.layouts import Layout, Run, Sum, View, bytes_of
-from remat_opt.trace.avals import is_inexact
+from remat_opt.rewrites.split.layouts import Layout, Run, Sum, View
+from remat_opt.trace.avals import bytes_of, is_inexact
 from remat_opt.trace.inline import Constant
 
 # Linear in these operands together.
