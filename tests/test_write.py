@@ -260,3 +260,18 @@ def test_a_kernel_reads_what_it_writes_over_as_it_was_before_the_barrier() -> No
         products = {one.outvars[0] for one in found if one.primitive is primitives.dot_general_p}
         (scaled,) = [one for one in found if one.primitive is primitives.mul_p]
         assert products.isdisjoint(scaled.invars) == (platform == "")
+
+
+@pytest.mark.parametrize(
+    ("product", "shapes", "is_written_over"),
+    [
+        (lambda x, w: lax.conv(x, w, (1, 1), "SAME"), ((2, 4, 8, 8), (4, 4, 1, 1)), False),
+        (lambda x, w: x @ w, ((8, 8), (8, 8)), True),
+    ],
+)
+def test_results_of_products_are_written_over_and_those_of_convolutions_are_not(
+    product: Any, shapes: tuple, is_written_over: bool
+) -> None:
+    program = inline(jax.make_jaxpr(lambda x, w: product(jnp.tanh(product(x, w)), w))(*map(jnp.ones, shapes)))
+    (activation,) = [op for op in build(program, RATES, platform="cuda").graph.ops if op.name == "tanh"]
+    assert bool(activation.same_place) == is_written_over
