@@ -29,7 +29,7 @@ def optimize(
     keep_user_checkpoints: bool = False,
     on_error: str = "raise",
     repeat_collectives: bool = False,
-    split: bool | int = False,
+    split: bool | int | str = "auto",
     **jit_options: Any,
 ) -> Any:
     """Return a training step that needs a fraction of the memory and gives the same results.
@@ -57,7 +57,9 @@ def optimize(
             collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
             that what they are for is saved where they have become more (not with `verify=False`).
         split: how many equal parts of the batch, which is found in the step, run one after another: activations take so
-            much less, FLOPs stay. Sums over the batch are carried in float32 or wider. False: it is not split.
+            much less, FLOPs stay. Sums over the batch are carried in float32 or wider, and results are equal to
+            rounding. "auto": where a budget cannot be met otherwise, or where it is estimated to save 5 % of the time;
+            never without a budget. False: never; results are then equal to the bit but for what compilers round.
         **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
             arguments. What says how arguments are placed is given to `nnx.jit` or `eqx.filter_jit` itself.
 
@@ -95,7 +97,7 @@ def frontier(
     target: str | Target | None = None,
     solver: str = "auto",
     budgets: int = 12,
-    split: bool | int = False,
+    split: bool | int | str = "auto",
     **kwargs: Any,
 ) -> Frontier:
     """What a step would cost at every amount of memory: the Pareto front of predicted peak and extra time.
@@ -107,7 +109,7 @@ def frontier(
         solver: name of the search.
         budgets: how many budgets between the least and the plain peak to solve for. Used by solvers other than "auto",
             which knows its whole frontier.
-        split: into how many chunks the batch is split, as for `optimize`.
+        split: into how many chunks the batch is split, as for `optimize`. "auto": the best of several numbers.
         **kwargs: keyword arguments of the step.
 
     Returns:

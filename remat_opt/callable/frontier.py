@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Iterator
 
 from remat_opt.callable.function import OptimizedFunction
-from remat_opt.planner.decision import Planner
+from remat_opt.planner.forms import Forms
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.planning import decision_of
 from remat_opt.planner.progress import SearchProgress
@@ -71,7 +71,7 @@ def trace_frontier(function: OptimizedFunction, args: tuple, kwargs: dict, *, bu
     """The Pareto front that a search found; of the other solvers, of their answers to budgets up to the plain peak."""
     prepared, settings = function.prepare(*args, **kwargs), function.settings
     with SearchProgress() as progress, reporting_to(progress):
-        every = Planner(prepared, settings, None).variants.frontier(budgets)
+        every = Forms(prepared, settings).frontier(budgets)
     plans = [decision_of(found, settings).plan for found in every]
     return Frontier(
         tuple(

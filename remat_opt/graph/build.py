@@ -14,8 +14,7 @@ from jax.extend.core import primitives as P
 from remat_opt.graph.cost import Rates, roofline
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
-from remat_opt.graph.liveness import simulate
-from remat_opt.graph.schedule import save_everything
+from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.tiles import padded_bytes
 from remat_opt.rewrites.pooling import EXPANDING_PLATFORMS, by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
@@ -24,15 +23,14 @@ from remat_opt.trace import compat
 from remat_opt.trace.avals import bytes_of, dtype_name, item_bytes
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.images import POOLS, images_of
-from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, inline
+from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, can_recompute, inline
 from remat_opt.trace.platforms import GPUS
 from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, PERMUTING, REDUCTION
 
 WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
+_TIMED_BY_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.remat_p})
+_UNKNOWN = BodyFigures()
 _DEFAULT = jax.lax.Precision.DEFAULT
-
-PeakOfBody = Callable[[Any, dict[str, Any], Any], int]
-"""The most temporary bytes that a body needs: of a primitive with its parameters, which have the body's jaxpr."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -141,9 +139,9 @@ def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[in
         masks: values that are stored, with all that they are made of fused into them.
     """
     read = _ReadOps([], [], {})
-    known_workspaces = dict(program.workspaces)
+    known = dict(program.bodies)
     kernels = _turned_kernels(program) if platform in GPUS else {}
-    peak_of_body = in_its_own_order(rates)
+    bodies = Bodies(rates)
     for index, equation in enumerate(program.equations):
         if any(value in program.constant for value in equation.outputs):
             continue
@@ -152,16 +150,19 @@ def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[in
             continue
         op = op_of(program, equation, rates)
         inputs = tuple(dict.fromkeys(kernels.get(value, value) for value in op.inputs)) if kernels else op.inputs
-        inside = known_workspaces.get(equation.outputs[0]) if equation.outputs else None
+        inside, in_bodies = known.get(equation.outputs[0], _UNKNOWN) if equation.outputs else _UNKNOWN
         if inside is None:
-            inside = workspace_of_loops(equation.primitive, equation.params, peak_of_body)
+            inside = workspace_of_loops(equation.primitive, equation.params, bodies)
+        if in_bodies is None:
+            in_bodies = seconds_of_bodies(equation.primitive, equation.params, bodies)
         space = max(workspace_of(equation, program, platform), inside)
         space -= _carried_in_place(equation, program, inputs)
         # A GPU's pool is a loop like others, into which its operand is fused.
         reduces = (platform in GPUS and equation.primitive in POOLS) or masks.intersection(equation.outputs)
         kind = Kind.REDUCTION if reduces else op.kind
-        if (inputs, space, kind) != (op.inputs, op.workspace, op.kind):
-            op = dataclasses.replace(op, inputs=inputs, workspace=space, kind=kind)
+        seconds = max(op.seconds, in_bodies)
+        if (inputs, space, kind, seconds) != (op.inputs, op.workspace, op.kind, op.seconds):
+            op = dataclasses.replace(op, inputs=inputs, workspace=space, kind=kind, seconds=seconds)
         read.ops.append(op)
         read.equation_of.append(index)
     return read
@@ -193,12 +194,13 @@ def op_of(program: Program, equation: Equation, rates: Rates) -> Op:
         moved += sum(bytes_of(program.avals[value]) for value in inputs)
     dtype = dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
     is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))
+    is_kernel = equation.primitive is not compat.barrier_p
     return Op(
         inputs=inputs,
         outputs=equation.outputs,
         kind=kind,
         flops=flops,
-        seconds=roofline(flops, moved, dtype, rates, matrix=is_product),
+        seconds=roofline(flops, moved, dtype, rates, matrix=is_product) if is_kernel else 0.0,
         repeatable=can_recompute(program, equation),
         name=equation.primitive.name,
         expensive=equation.primitive in EXPENSIVE,
@@ -234,7 +236,28 @@ def _carried_in_place(equation: Equation, program: Program, buffers: Collection[
     )
 
 
-def workspace_of_loops(primitive: Any, params: dict[str, Any], peak_of_body: PeakOfBody) -> int:
+class Bodies:
+    """Bodies of loops and branches in the order in which they are written, each read once.
+
+    Args:
+        rates: FLOP/s and bytes/s of the target.
+    """
+
+    def __init__(self, rates: Rates):
+        self.rates = rates
+        self.known: dict[int, tuple[Any, Bridge]] = {}  # by id, with the jaxpr, which keeps the id its own
+
+    def read(self, primitive: Any, jaxpr: Any) -> Bridge:
+        if id(jaxpr) not in self.known:
+            program, reusing = inline(jaxpr, keep_checkpoints=True), primitive is compat.shard_map_p
+            self.known[id(jaxpr)] = jaxpr, _as_written(program, self.rates, reusing=reusing)
+        return self.known[id(jaxpr)][1]
+
+    def graph(self, primitive: Any, jaxpr: Any) -> Graph:
+        return self.read(primitive, jaxpr).graph
+
+
+def workspace_of_loops(primitive: Any, params: dict[str, Any], bodies: Bodies) -> int:
     """The most temporary bytes that one step of a loop, a branch or one device needs, beside operands and results.
 
     Of a region that holds loops it is that of the loop that needs most.
@@ -243,28 +266,48 @@ def workspace_of_loops(primitive: Any, params: dict[str, Any], peak_of_body: Pea
         return 0
     jaxprs = compat.jaxprs_in(params)
     if primitive in WITH_BODIES:
-        return max(peak_of_body(primitive, params, jaxpr) for jaxpr in jaxprs)
+        return max(peak_of(bodies.graph(primitive, jaxpr)) for jaxpr in jaxprs)
     inner = [equation for jaxpr in jaxprs for equation in compat.bare_jaxpr(jaxpr).eqns]
-    return max((workspace_of_loops(equation.primitive, equation.params, peak_of_body) for equation in inner), default=0)
+    return max((workspace_of_loops(equation.primitive, equation.params, bodies) for equation in inner), default=0)
 
 
-def in_its_own_order(rates: Rates) -> PeakOfBody:
-    """The peak of a body as the searches see it, in the order in which it is written."""
-    known: dict[int, tuple[Any, int]] = {}  # by id, with the jaxpr, which keeps the id its own
+def seconds_of_bodies(primitive: Any, params: dict[str, Any], bodies: Bodies) -> float:
+    """Seconds of a loop by the kernels of its body, each as often as it runs; 0 for what is no loop.
 
-    def peak_of_body(primitive: Any, params: dict[str, Any], jaxpr: Any) -> int:
-        if id(jaxpr) not in known:
-            reusing = primitive is compat.shard_map_p
-            known[id(jaxpr)] = jaxpr, peak_as_written(inline(jaxpr, keep_checkpoints=True), rates, reusing=reusing)
-        return known[id(jaxpr)][1]
+    A loop of unknown length counts once, as its FLOPs do, and of branches the longest.
+    """
+    if primitive not in _TIMED_BY_BODIES:
+        return 0.0
+    seconds = [bodies.graph(primitive, jaxpr).seconds for jaxpr in compat.jaxprs_in(params)]
+    if primitive is P.cond_p:
+        return max(seconds)
+    return params.get("length", 1) * sum(seconds)
 
-    return peak_of_body
+
+def kernels_of(bridge: Bridge, rates: Rates) -> int:
+    """How many kernels a program starts, those of loops as often as they run."""
+    return _kernels(bridge, Bodies(rates))
+
+
+def _kernels(bridge: Bridge, bodies: Bodies) -> int:
+    every = (bridge.program.equations[index] for index in bridge.equation_of)
+    return sum(_kernels_inside(one.primitive, one.params, bodies) for one in every)
+
+
+def _kernels_inside(primitive: Any, params: dict[str, Any], bodies: Bodies) -> int:
+    if primitive not in _TIMED_BY_BODIES:
+        return 1
+    inside = [_kernels(bodies.read(primitive, jaxpr), bodies) for jaxpr in compat.jaxprs_in(params)]
+    return max(inside) if primitive is P.cond_p else params.get("length", 1) * sum(inside)
 
 
 def peak_as_written(program: Program, rates: Rates, *, reusing: bool = False) -> int:
     """The peak in bytes of a program in its own order; `reusing` where results may take the place of inputs."""
-    graph = build(program, rates, (reusing,) * len(program.inputs)).graph
-    return simulate(graph, save_everything(graph)).peak if graph.ops else 0
+    return peak_of(_as_written(program, rates, reusing=reusing).graph)
+
+
+def _as_written(program: Program, rates: Rates, *, reusing: bool) -> Bridge:
+    return build(program, rates, (reusing,) * len(program.inputs))
 
 
 def _has_product(params: dict[str, Any]) -> bool:

@@ -8,15 +8,15 @@ import math
 from collections.abc import Iterable
 
 from remat_opt.graph.build import (
+    Bodies,
     Bridge,
     build,
     bytes_of,
-    in_its_own_order,
-    peak_as_written,
     workspace_of_loops,
 )
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
+from remat_opt.graph.liveness import peak_of
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.division import ChunkKind, LastChunk
@@ -113,6 +113,10 @@ class StepKind:
         """See `LoopChoice.step_bytes`."""
         return self.costs.chosen(step_bytes, is_alone=self.is_alone)
 
+    def seconds(self, step_bytes: int | None) -> float:
+        """Of one step."""
+        return self.costs.seconds + self.schedule(step_bytes).extra_seconds
+
 
 class PairCosts:
     """What a pair costs, however it is written.
@@ -180,7 +184,7 @@ class PairCosts:
         """The pair as it is."""
         kept = self.stack_bytes(self.pair.forward.ys[y] for y in self.pair.residual_ys)
         backward = self.pair.backward.equation
-        peak = workspace_of_loops(backward.primitive, backward.params, in_its_own_order(self.rates))
+        peak = workspace_of_loops(backward.primitive, backward.params, Bodies(self.rates))
         return Option(None, kept, peak + self.gradient_bytes(False), 0.0, 0.0)
 
     def option(self, choice: LoopChoice) -> Option:
@@ -188,6 +192,21 @@ class PairCosts:
         kept, transient = self.memory(choice)
         extra = Work.of(self.runs(choice))
         return Option(choice, kept, transient + self.gradient_bytes(choice.update), extra.flops, extra.seconds)
+
+    def reverse_seconds(self, choice: LoopChoice) -> float:
+        """Of the reverse loop as a choice says."""
+        alone, of_group = self.kinds(choice)
+        groups = choice.groups(self.pair.length)
+        if not groups:
+            return self.pair.length * alone.seconds(choice.step_bytes)
+        last = Chunks(1, choice.last_chunk(self.pair.length), choice.in_chunk)
+        seconds = 0.0
+        for chunks, kind in (*zip(groups, of_group, strict=True), (last, of_group[-1])):
+            count = chunks.number * (chunks.steps - 1)
+            seconds += chunks.number * alone.seconds(choice.step_bytes) + count * kind.seconds(choice.step_bytes)
+            if chunks is not last:  # its carries were saved
+                seconds += count * self.work(kind.recomputation.forward.equations).seconds
+        return seconds
 
     def memory(self, choice: LoopChoice) -> tuple[int, int]:
         """What is saved from the forward to the reverse loop, and what the reverse loop needs in addition, in bytes."""
@@ -312,7 +331,8 @@ class PairCosts:
             if self.step_search:
                 costs = self.step_search.costs(step)
             else:
-                costs = StepCosts((StepCost(peak_as_written(step.program, self.rates), 0.0, 0.0),))
+                graph = build(step.program, self.rates).graph
+                costs = StepCosts((StepCost(peak_of(graph), 0.0, 0.0),), graph.flops, graph.seconds)
             self.known_steps[saved, in_chunk] = StepKind(recomputed, costs, is_alone=not in_chunk)
         return self.known_steps[saved, in_chunk]
 

@@ -27,7 +27,7 @@ from remat_opt.loops.stacks import unroll_for
 from remat_opt.loops.steps import Emit
 from remat_opt.trace import compat
 from remat_opt.trace.evaluation import evaluate_all
-from remat_opt.trace.inline import Constant, Equation, Program, inline, within
+from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, inline, within
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +37,21 @@ class Body:
     Attributes:
         emit: evaluates it.
         peak: bytes that it needs.
+        seconds: that it takes.
     """
 
     emit: Emit
     peak: int
+    seconds: float
 
 
 OptimiseBody = Callable[[Program, "tuple[bool, ...]"], "Body | None"]
 """Divide a body with a forward/backward boundary into segments; which of its inputs may be overwritten. None: nothing
 to gain."""
 
-Entered = tuple[Emit, int, "int | None"]
-"""What is done instead of an equation on its operands, how many of its bodies were rewritten for that, and the bytes
-that they need, where these are known."""
+Entered = tuple[Emit, int, BodyFigures]
+"""What is done instead of an equation on its operands, how many of its bodies were rewritten, and what is known of
+them."""
 
 
 def rewrite_inside(
@@ -103,15 +105,16 @@ class _Inside:
                 continue
             repeats = repeating or not program.run_once.isdisjoint(equation.outputs)
             free = tuple(value in reusable for value in equation.inputs)
-            instead, inner, workspace = enter(self, program, equation, repeats, free)
+            instead, inner, figures = enter(self, program, equation, repeats, free)
             if inner:
-                splicing.replace(index, instead, workspace)
+                splicing.replace(index, instead, figures)
                 count += inner
         return (splicing.result(), count) if count else (program, 0)
 
     def scan(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         loop = read_loop(program, equation, keep_checkpoints=self.keep_checkpoints or repeats)
-        body, count, workspace = self.body(loop.body, loop.body_carry, loop.next_carry, repeats)
+        body, count, once = self.body(loop.body, loop.body_carry, loop.next_carry, repeats)
+        figures = once._replace(seconds=once.seconds and loop.length * once.seconds)
         constants, carries = len(loop.constants), len(loop.first_carry)
 
         def scan(operands: Sequence[Any]) -> list[Any]:
@@ -124,30 +127,30 @@ class _Inside:
             last, ys = lax.scan(step, first, xs, loop.length, reverse=loop.reverse, unroll=unroll)
             return [*last, *ys]
 
-        return scan, count, workspace
+        return scan, count, figures
 
     def while_loop(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """The condition, which may be of a whole batch, stays as it is."""
         keep, given = self.keep_checkpoints or repeats, equation.params["body_jaxpr"]
         body = body_of(program, equation, given, keep_checkpoints=keep)
         _, constants = compat.while_counts(equation.params)
-        body, count, workspace = self.body(body, body.inputs[constants:], body.outputs, repeats)
+        body, count, figures = self.body(body, body.inputs[constants:], body.outputs, repeats)
 
         def loop(operands: Sequence[Any]) -> list[Any]:
             jaxpr = jax.make_jaxpr(lambda *x: evaluate_all(body, x))(*given.in_avals)
             return compat.bind_equation(equation.primitive, {**equation.params, "body_jaxpr": jaxpr}, operands)
 
-        return loop, count, workspace
+        return loop, count, figures
 
     def branches(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         branches, count, workspace = [], 0, 0
         for jaxpr in () if repeats else equation.params["branches"]:
             body = body_of(program, equation, jaxpr, keep_checkpoints=self.keep_checkpoints)
-            body, inner, peak = self.body(body, (), (), repeats)
+            body, inner, (peak, _) = self.body(body, (), (), repeats)
             branches.append(lambda *x, body=body: evaluate_all(body, x))
             count += inner
             workspace = max(workspace, peak_as_written(body, self.rates) if peak is None else peak)
-        return lambda operands: lax.switch(operands[0], branches, *operands[1:]), count, workspace
+        return lambda operands: lax.switch(operands[0], branches, *operands[1:]), count, BodyFigures(workspace)
 
     def mapped(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """Loops in what each device runs stay: what is traced there may name the axes of a mesh."""
@@ -158,18 +161,18 @@ class _Inside:
         def mapped(operands: Sequence[Any]) -> list[Any]:
             return list(compat.shard_map_like(equation.params, lambda *x: tuple(emit(x)))(*operands))
 
-        return mapped, better is not None, better and better.peak
+        return mapped, better is not None, BodyFigures(better and better.peak)
 
     def checkpoint(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """A region in a loop that repeats within already, as its bodies may hold loops."""
         region = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=True))
         region, count = self.rewrite(region, repeating=True) if repeats else (region, 0)
-        return in_one_equation(functools.partial(evaluate_all, region)), count, None
+        return in_one_equation(functools.partial(evaluate_all, region)), count, BodyFigures()
 
     def body(
         self, body: Program, before: Sequence[int], after: Sequence[Atom], repeats: bool
-    ) -> tuple[Program, int, int | None]:
-        """A body rewritten, how many bodies that were, 0 if nothing was gained, and its bytes if known.
+    ) -> tuple[Program, int, BodyFigures]:
+        """A body rewritten, how many bodies that were, 0 if nothing was gained, and what is known of one run of it.
 
         Args:
             body: one step of a loop, or a branch.
@@ -179,18 +182,18 @@ class _Inside:
         """
         carried = [(one, next) for one, next in zip(before, after, strict=True) if not isinstance(next, Constant)]
         loops = choose(body, self.rates, carried, keep_checkpoints=self.keep_checkpoints or repeats)
-        body = rewrite_loops(body, loops.pairs, loops.chosen, carried)
+        body = rewrite_loops(body, loops.pairs, loops.chosen, carried, rates=self.rates)
         body, count = self.rewrite(body, repeats, loops.pairs)
         count += bool(loops.chosen)
-        workspace = None
+        figures = BodyFigures()
         if self.optimise is not None and not repeats:
             overwritten = tuple(value in before for value in body.inputs)
             better = self.optimise(body, overwritten)
             if better is not None:
                 avals = [body.avals[value] for value in body.inputs]
                 body = inline(jax.make_jaxpr(lambda *x: better.emit(x))(*avals), keep_checkpoints=True)
-                count, workspace = count + (not loops.chosen), better.peak
-        return body, count, workspace
+                count, figures = count + (not loops.chosen), BodyFigures(better.peak, better.seconds)
+        return body, count, figures
 
 
 _ENTERED = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from remat_opt.graph.cost import Rates
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.costs import PairCosts
@@ -21,7 +22,7 @@ from remat_opt.loops.steps import Emit, StepSearch
 from remat_opt.loops.update import find_update
 from remat_opt.trace import compat
 from remat_opt.trace.evaluation import read
-from remat_opt.trace.inline import Constant, Equation, Program, values_among
+from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, values_among
 from remat_opt.trace.traced import Tracing, renumbered
 
 
@@ -33,6 +34,7 @@ def rewrite_loops(
     *,
     separate_slices: bool = False,
     steps: StepSearch | None = None,
+    rates: Rates | None = None,
 ) -> Program:
     """Rewrite pairs of scans.
 
@@ -45,6 +47,7 @@ def rewrite_loops(
             the stack when it has been overwritten: a compiler that does not see this copies the whole stack at each
             step.
         steps: schedules steps of reverse loops, where a choice says so.
+        rates: the target, for what the program is to know of the loops' seconds and workspaces; None for nothing.
 
     Returns:
         The program with the same inputs and outputs. Values of equations that were not touched keep their numbers.
@@ -53,6 +56,8 @@ def rewrite_loops(
     chosen = tuple(chosen)
     for at, choice in chosen:
         splicing.write_pair(pairs[at], choice, aliases, pairs, separate_slices, steps)
+        if rates is not None:
+            splicing.note_figures(pairs[at], choice, rates, steps)
     return splicing.result() if chosen else program
 
 
@@ -64,9 +69,10 @@ class Splicing:
         self.tracing = Tracing(program.avals, program.constants)
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
         self.parts: dict[Hashable, Program] = {}  # what was traced; once for pairs that are `written_alike`
-        self.needed: dict[Hashable, int] = {}  # the workspaces of their reverse loops
+        self.keys: dict[int, Hashable] = {}  # of reverse loops, by index
+        self.figures: dict[Hashable, BodyFigures] = {}  # of the same, by key
         self.run_once: set[int] = set()
-        self.workspaces: dict[int, int] = {}
+        self.bodies: dict[int, BodyFigures] = {}
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
 
     def write_pair(
@@ -112,17 +118,21 @@ class Splicing:
         self.rename(plan.reverse_results, made)
         for index in absorbed - {pair.backward_index}:
             self.instead[index] = []
-        if steps is not None and (choice.step_bytes is not None or choice.chunk is not None):
-            self.note_workspace(plan, steps, key)
+        self.keys[pair.backward_index] = key
 
-    def note_workspace(self, plan: PairPlan, steps: StepSearch, key: Hashable) -> None:
-        """Keep what a reverse loop needs whose steps are scheduled, or which lets go of stacks before it is done: that
-        cannot be read off what was written."""
-        if key not in self.needed:
-            self.needed[key] = PairCosts(plan.pair, self.program, steps.rates, None, steps).memory(plan.choice)[1]
-        regions = [one for one in self.instead[plan.pair.backward_index] if compat.jaxprs_in(one.params)]
+    def note_figures(self, pair: Pair, choice: LoopChoice, rates: Rates, steps: StepSearch | None) -> None:
+        """Keep what cannot be read off what was written: seconds, as our barriers and parts of pools hide what is one
+        kernel, and what a reverse loop needs whose steps are scheduled, or which lets go of stacks before it is done.
+        """
+        key = self.keys[pair.backward_index]
+        if key not in self.figures:
+            costs = PairCosts(pair, self.program, rates, None, steps)
+            is_hidden = steps is not None and (choice.step_bytes is not None or choice.chunk is not None)
+            workspace = costs.memory(choice)[1] if is_hidden else None
+            self.figures[key] = BodyFigures(workspace, costs.reverse_seconds(choice))
+        regions = [one for one in self.instead[pair.backward_index] if compat.jaxprs_in(one.params)]
         if len(regions) == 1:
-            self.workspaces[regions[0].outputs[0]] = self.needed[key]
+            self.bodies[regions[0].outputs[0]] = self.figures[key]
 
     def trace(self, index: int, emit: Emit, operands: Sequence[Atom], key: Hashable) -> list[Atom]:
         """Put what is done on some operands in the place of an equation; the values of the results.
@@ -138,11 +148,8 @@ class Splicing:
                 self.run_once.update(equation.outputs)
         return results
 
-    def replace(self, index: int, emit: Emit, workspace: int | None = None) -> None:
-        """Put what gives the same results, as one equation with a body, in the place of an equation.
-
-        `workspace` are the bytes that the body needs, where that is known.
-        """
+    def replace(self, index: int, emit: Emit, figures: BodyFigures) -> None:
+        """Put what gives the same results, as one equation with a body, in the place of an equation."""
         old = self.program.equations[index]
 
         def on_operands(values: Sequence[Any]) -> list[Any]:
@@ -150,9 +157,9 @@ class Splicing:
             return emit([read(atom, environment) for atom in old.inputs])
 
         self.rename(old.outputs, self.trace(index, on_operands, old.reads, index))
-        if workspace is not None:
+        if figures != BodyFigures():
             (region,) = (e for e in self.instead[index] if compat.jaxprs_in(e.params))
-            self.workspaces[region.outputs[0]] = workspace
+            self.bodies[region.outputs[0]] = figures
 
     def rename(self, values: Sequence[int], atoms: Sequence[Atom]) -> None:
         for value, atom in zip(values, atoms, strict=True):
@@ -180,7 +187,7 @@ class Splicing:
             constants=tuple(self.tracing.constants),
             equations=in_topological_order(equations, outputs),
             run_once=self.program.run_once | self.run_once,
-            workspaces=(*self.program.workspaces, *self.workspaces.items()),
+            bodies=(*self.program.bodies, *self.bodies.items()),
             outputs=outputs,
         )
 

@@ -36,11 +36,12 @@ class StepCosts:
 
     Attributes:
         schedules: from least memory to least time; the last one is the step in its own order.
-        flops: of the step in its own order.
+        flops, seconds: of the step in its own order.
     """
 
     schedules: tuple[StepCost, ...]
-    flops: float = 0.0
+    flops: float
+    seconds: float
 
     @property
     def in_order(self) -> StepCost:

@@ -196,8 +196,6 @@ class Variants:
     def _searched(self, variant: Prepared, limit: int | None) -> Candidate:
         problem = variant.problem
         limit = None if limit is None else variant.live_within(limit)
-        if limit is not None and self.solver == "auto" and search_of(problem).minimum_at_any_cost.peak > limit:
-            return Candidate(variant, search_of(problem).minimum_at_any_cost)
         if (problem, limit) not in self.answers:
             self.answers[problem, limit] = SOLVERS[self.solver](problem, limit)
         return Candidate(variant, self.answers[problem, limit])

@@ -10,12 +10,13 @@ from typing import Any
 import jax
 import jaxlib
 
-from remat_opt.planner.candidates import Candidate, Variants
+from remat_opt.planner.candidates import Candidate
+from remat_opt.planner.forms import Forms
 from remat_opt.planner.plan import Plan, Prediction, digest, pack
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.progress import SearchProgress
 from remat_opt.planner.settings import Settings
-from remat_opt.planner.splitting import in_chunks, note_of_split
+from remat_opt.planner.splitting import note_of_split
 from remat_opt.search import Solution
 from remat_opt.search.progress import reporting_to
 from remat_opt.targets import CompilationOutOfMemory, Figures
@@ -57,16 +58,16 @@ class Planner:
     def __init__(self, prepared: Prepared, settings: Settings, measure: Measure | None):
         self.original = prepared
         self.settings = settings
-        split = in_chunks(prepared, settings.split) if settings.split else prepared
-        self.variants = Variants(split, settings.solver, settings.keep_user_checkpoints)
+        self.forms = Forms(prepared, settings)
         self.compile = measure
         self.plain_figures: Figures | None = None
 
     def search(self, limit: int | None) -> Candidate:
-        """The fastest candidate within a predicted peak, or the least memory (None: for one more forward pass)."""
+        """The fastest candidate within a predicted peak, or the least memory (None: for one more forward pass, with the
+        batch as it was given or as the user splits it)."""
         started = time.perf_counter()
         with SearchProgress() as progress, reporting_to(progress):
-            candidate = self.variants.minimum_memory() if limit is None else self.variants.within(limit)
+            candidate = self.forms.given.minimum_memory() if limit is None else self.forms.within(limit)
         self.spend("search", started)
         return candidate
 
@@ -116,7 +117,7 @@ class Planner:
         )
         saved = tuple(names[value] for value in sorted(names))
         written = prepared.loops if prepared.original else None
-        loops = prepared.loops or self.variants.loops
+        loops = prepared.loops or self.forms.given.loops
         said = loops.summary(written=written is not None) if loops else ""
         split = note_of_split(self.original, prepared.chunks)
         plan = Plan(

@@ -64,6 +64,7 @@ def write_loops(
         aliases,
         separate_slices=platform == "cpu",
         steps=SearchedSteps(rates, platform, problems),
+        rates=rates,
     )
     if inside is None:
         return program, loops
@@ -102,13 +103,13 @@ class SearchedSteps:
         bridge, problem = self._read(step)
         plain = StepCost(problem.plain.peak, 0.0, 0.0)
         if not self._can_be_scheduled(step.program, bridge):
-            return StepCosts((plain,), bridge.graph.flops)
+            return StepCosts((plain,), bridge.graph.flops, bridge.graph.seconds)
         found = [
             StepCost(one.peak, one.schedule.extra_flops(bridge.graph), one.extra_seconds)
             for one in _frontier(step, problem)
             if one.peak < plain.peak
         ]
-        return StepCosts((*found, plain), bridge.graph.flops)
+        return StepCosts((*found, plain), bridge.graph.flops, bridge.graph.seconds)
 
     def written(self, step: JointStep, most_bytes: int) -> Emit | None:
         bridge, problem = self._read(step)
@@ -172,7 +173,8 @@ def body_in_segments(
             return None
         solution = problem.plain
     names = name_values(body, solution.choice.saved)
-    return Body(lambda operands: write(bridge, solution.schedule, names, operands), solution.peak)
+    seconds = graph.seconds + solution.extra_seconds
+    return Body(lambda operands: write(bridge, solution.schedule, names, operands), solution.peak, seconds)
 
 
 def _searched(problem: Problem, share: float) -> Solution | None:

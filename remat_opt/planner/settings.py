@@ -23,7 +23,7 @@ class Settings:
     keep_user_checkpoints: bool
     on_error: str
     repeat_collectives: bool = False
-    split: int = 0
+    split: int | None = 0  # None: as the budget says
 
 
 def check_settings(
@@ -36,7 +36,7 @@ def check_settings(
     keep_user_checkpoints: bool = False,
     on_error: str = "raise",
     repeat_collectives: bool = False,
-    split: bool | int = False,
+    split: bool | int | str = False,
 ) -> Settings:
     """Read and check what a user wrote; see `optimize` for the errors."""
     if solver not in SOLVERS:
@@ -66,13 +66,16 @@ def check_settings(
     )
 
 
-def check_split(split: bool | int) -> int:
-    """The number of chunks that a user wrote, 0 for none."""
+def check_split(split: bool | int | str) -> int | None:
+    """The number of chunks that a user wrote, 0 for none, None where a budget decides."""
+    if isinstance(split, str) and split == "auto":
+        return None
     if split is False:
         return 0
     if split is True or not isinstance(split, int):
         raise ValueError(
-            f"expected split=False or a number of chunks, got split={split!r}. Write split=4 for four chunks"
+            f'expected split="auto", split=False or a number of chunks, got split={split!r}. Write split=4 for four '
+            "chunks"
         )
     if split < 2:
         raise ValueError(

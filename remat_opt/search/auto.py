@@ -55,6 +55,7 @@ _NEAR = 1.25  # times the least peak, up to where a compiler may need less than 
 _ABOUT_A_THIRD = 0.325  # a count apart from ours says up to 2.4 % more on networks of small cells
 _MOST_OF_THE_STEP = 0.35  # its FLOPs, that a forward pass is, about: a backward one takes twice as many
 _ABOUT = 1.02  # times the least peak is no more memory, about
+_ROUND_A_BUDGET = (0.9, 0.95, 1.0, 1.06, 1.25)  # times a budget: it is filled from below and reached from above
 _FROM_BELOW = 2  # schedules below a gap of the frontier, from which it is filled
 _MOST_PARTS = 3  # of a gap
 _MOST_FILLED = 4  # schedules for one budget that are filled
@@ -243,8 +244,30 @@ class Search:
         """The least extra time within a budget, or the least peak where nothing fits."""
         if self.problem.plain.peak <= budget:
             return self.problem.plain
-        fitting = [solution for solution in self.frontier if solution.peak <= budget]
-        return fitting[-1] if fitting else self.frontier[0]
+        if self.minimum_memory.peak > budget and self.minimum_at_any_cost.peak > budget:
+            return self.minimum_at_any_cost
+        every = self.frontier if self.is_small else self.near(budget)
+        return [solution for solution in every if solution.peak <= budget][-1]
+
+    @cached_method
+    def near(self, budget: int) -> tuple[Solution, ...]:
+        """The part of the frontier round a budget, on which a schedule fits: for a few seconds' work of large steps."""
+        lowest = min(self.low_end, key=memory_first)
+        found = [lowest if lowest.peak <= budget else self.minimum_at_any_cost]
+        for factor in _ROUND_A_BUDGET:
+            if found[-1].peak <= int(budget * factor):
+                found.append(self.at(int(budget * factor), found[-1]))
+        front = pareto_front([self.problem.plain, *found, *self.low_end, *self.other(budget), *self.expensive_kept])
+        best = [one for one in front if one.peak <= budget][-1]
+        above = (one for one in found if one.peak > budget)
+        front = pareto_front([*front, *(one for start in above for one in self.between(best, start))])
+        low = [one for one in front if one.peak <= budget][-_MOST_FILLED:]
+        return pareto_front([*front, *(fill(self.problem, one, budget) for one in low)])
+
+    @functools.cached_property
+    def expensive_kept(self) -> tuple[Solution, ...]:
+        """See `keep_expensive_results`."""
+        return tuple(keep_expensive_results(self.problem, self.one_level))
 
     @functools.cached_property
     def frontier(self) -> tuple[Solution, ...]:
@@ -262,7 +285,7 @@ class Search:
         front = pareto_front(solutions)
         between = [solution for pair in itertools.pairwise(front) for solution in self.between(*pair)]
         front = pareto_front([*front, *between])
-        return pareto_front([*front, *self.filled(front), *keep_expensive_results(self.problem, self.one_level)])
+        return pareto_front([*front, *self.filled(front), *self.expensive_kept])
 
     def filled(self, front: Sequence[Solution]) -> Iterator[Solution]:
         """What can be saved in the gaps of a frontier, from the schedules below each gap."""
@@ -279,13 +302,16 @@ class Search:
 
     @property
     def others(self) -> Iterator[Solution]:
-        """The best of the papers' algorithms for every second level, filled."""
+        """The best of the papers' algorithms for every second level."""
+        for level in range(0, LEVELS, 2):
+            yield from self.other(self.budget_of(level))
+
+    def other(self, budget: int) -> Iterator[Solution]:
+        """The best of the papers' algorithms for a budget, filled; none of a large step."""
         solvers = (rotor, hong, lower_sets, feng_huang, chen) if self.is_small else (lower_sets,)
-        for level in range(0, LEVELS, 2) if len(self.problem.order) <= _SOME_OPS else ():
-            budget = self.budget_of(level)
-            answers = (solver.solve(self.problem, budget) for solver in solvers)
-            fitting = sorted((answer for answer in answers if answer.peak <= budget), key=time_first)
-            yield from (fill(self.problem, answer, budget) for answer in fitting[:1])
+        answers = [solver.solve(self.problem, budget) for solver in solvers if len(self.problem.order) <= _SOME_OPS]
+        fitting = sorted((answer for answer in answers if answer.peak <= budget), key=time_first)
+        yield from (fill(self.problem, answer, budget) for answer in fitting[:1])
 
     def budget_of(self, level: int) -> int:
         """Bytes: `LEVELS` even steps from the least peak to the plain one."""

@@ -16,6 +16,9 @@ from typing import Any
 
 import jax
 
+# Of 0, 2.5 and 5 µs the last gives the times nearest to those of the steps that ran on an H200, relative to each other
+# (docs/measured.md, "Kernel starts").
+_KERNEL_SECONDS = 5e-6
 _TOPOLOGY = re.compile(r"\d+x\d+(x\d+)?")
 _GIB = 2**30
 _TERA = 10**12
@@ -36,6 +39,7 @@ class Target:
         devices: of how many the programs are that are compiled for it; more than one for a topology ("v5e:4x4").
         compiler_config: how to ask for its compiler when it is absent: XLA's GpuTargetConfigProto in text form for
             "cuda", the topology's name for "tpu"; empty where it can only be compiled for when attached.
+        kernel_seconds: that the start of a kernel takes.
         counts_flops: whether a search is to make FLOPs least, as papers count them, instead of estimated seconds: times
             are then those of a device that moves bytes for nothing and computes everything at float32's rate. Write
             `dataclasses.replace(resolve_target("h200"), counts_flops=True)`.
@@ -51,6 +55,7 @@ class Target:
     device_kinds: tuple[str, ...] = ()
     compiler_config: str = field(default="", repr=False)
     devices: int = 1
+    kernel_seconds: float = 0.0
     counts_flops: bool = False
     on_chip_bytes: int = 0
 
@@ -134,7 +139,17 @@ def _gpu(
     }
     # An attached H200 calls itself "NVIDIA H200".
     kinds = (description, "NVIDIA H200") if name == "h200" else (description,)
-    return Target(name, "cuda", memory_bytes, float(bandwidth), flops, description, kinds, _text_proto(config))
+    return Target(
+        name,
+        "cuda",
+        memory_bytes,
+        float(bandwidth),
+        flops,
+        description,
+        kinds,
+        _text_proto(config),
+        kernel_seconds=_KERNEL_SECONDS,
+    )
 
 
 def _tpu(
@@ -144,7 +159,18 @@ def _tpu(
     flops = {"bfloat16": bfloat16, "float16": bfloat16, "float32": bfloat16, "int8": 2 * bfloat16}
     description = f"one chip of Cloud TPU {name}"
     on_chip = (vector_memory_mib - 16) * 2**20  # 16 MiB are the kernels' own scratch (`xla_tpu_scoped_vmem_limit_kib`)
-    return Target(name, "tpu", memory_gib * _GIB, bandwidth, flops, description, kinds, topology, on_chip_bytes=on_chip)
+    return Target(
+        name,
+        "tpu",
+        memory_gib * _GIB,
+        bandwidth,
+        flops,
+        description,
+        kinds,
+        topology,
+        kernel_seconds=_KERNEL_SECONDS,
+        on_chip_bytes=on_chip,
+    )
 
 
 # Dense rates (half of those with sparsity) of the SXM boards. NVIDIA H100 datasheet: 3.35 TB/s; 1979/2 (bfloat16),
@@ -245,6 +271,7 @@ def target_of(device: Any) -> Target:
         memory_bytes=(_memory_stats(device) or {}).get("bytes_limit"),
         bandwidth=stand_in.bandwidth,
         flops=stand_in.flops,
+        kernel_seconds=stand_in.kernel_seconds,
         description=f"attached {kind}; it is not in the table of targets, so bandwidth and rates are {stand_in.name}'s",
         device_kinds=(kind,),
     )

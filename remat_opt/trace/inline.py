@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -62,6 +62,18 @@ class BackwardSlice:
     reads: frozenset[int]
 
 
+class BodyFigures(NamedTuple):
+    """What is known of an equation whose body we wrote, and can be read off that no more.
+
+    Attributes:
+        workspace: bytes that the body needs; None if they can be read off it.
+        seconds: of all its runs; None if they can be read off it.
+    """
+
+    workspace: int | None = None
+    seconds: float | None = None
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Program:
     """A flat jaxpr. Values are numbered 0 … len(avals) − 1; the inputs and the constants come first."""
@@ -76,7 +88,7 @@ class Program:
     opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
     # pairs of which the first is read behind one barrier with the second
     in_one_barrier: tuple[tuple[int, int], ...] = ()
-    workspaces: tuple[tuple[int, int], ...] = ()  # by an equation's first result: bytes that its body needs as written
+    bodies: tuple[tuple[int, BodyFigures], ...] = ()  # by an equation's first result, of bodies that we wrote
     named: tuple[tuple[str, int | Constant], ...] = ()  # what was named, where names are taken out
     # Where arrays are divided among devices: the path to this program in the names of what is recomputed ("" for
     # the step, "_12" for the body of the loop whose first result is value 12); None writes no such names.

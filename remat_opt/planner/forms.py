@@ -1,0 +1,97 @@
+"""The forms of a step that are searched: as it was given, and with its batch split.
+
+With `split="auto"` a budget decides. The batch is split where that is estimated to take noticeably less time than to
+recompute as much, or where nothing else is small enough. Without a budget it is not split: in chunks of one row almost
+every step takes its least memory, and results are then equal to rounding only.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator
+
+from remat_opt.planner.candidates import Candidate, Variants
+from remat_opt.planner.prepared import Prepared
+from remat_opt.planner.settings import Settings
+from remat_opt.planner.splitting import in_chunks
+from remat_opt.search.caching import cached_method
+from remat_opt.search.problem import pareto_front
+
+SPLIT_THRESHOLD = 0.05  # of the step's seconds, that a split has to save: sums are rounded otherwise
+LAST_FORMS = 2  # those of most chunks, one of which has the least memory
+
+
+class Forms:
+    """The forms of one step, made when they are first asked for.
+
+    Args:
+        original: the step as it was given.
+        settings: what the user asked for.
+    """
+
+    def __init__(self, original: Prepared, settings: Settings):
+        self.original = original
+        self.settings = settings
+        given = in_chunks(original, settings.split) if settings.split else original
+        self.given = Variants(given, settings.solver, settings.keep_user_checkpoints)
+
+    @functools.cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """Numbers of chunks that are tried, each at least twice the one before; none where the batch stays whole."""
+        batch = self.original.batch
+        found: list[int] = []
+        for number in batch.numbers if batch is not None and batch.can_be_split else ():
+            if number >= 2 * found[-1] if found else True:
+                found.append(number)
+        return tuple(found)
+
+    @property
+    def may_be_split(self) -> bool:
+        """Whether other forms than the given one are looked at. The solvers of the papers know none."""
+        is_left_to_us = self.settings.split is None and self.settings.solver == "auto"
+        return is_left_to_us and not (self.original.is_divided or self.original.captured.program.has_references)
+
+    @cached_method
+    def split(self, chunks: int) -> Variants:
+        """The step in so many chunks."""
+        prepared = self.original.in_chunks(chunks)
+        return Variants(prepared, self.settings.solver, self.settings.keep_user_checkpoints)
+
+    def within(self, limit: int) -> Candidate:
+        """The least time with a peak of at most `limit` bytes, or the least peak at any cost where nothing fits."""
+        best = self.given.within(limit)
+        most = math.inf  # seconds that a split may take
+        if best.peak <= limit:
+            most = best.extra_seconds - SPLIT_THRESHOLD * self.original.plain_graph.seconds
+        for form in self.forms_within(limit, best, most):
+            if form.original.extra_seconds >= most:
+                break  # more chunks take longer
+            found = form.minimum_memory()
+            if found.peak <= limit:
+                found = form.within(limit)
+            if found.peak <= limit and found.extra_seconds < most:
+                best, most = found, found.extra_seconds
+            elif math.isinf(most) and found.peak < best.peak:
+                best = found
+        return best
+
+    def forms_within(self, limit: int, given: Candidate, most: float) -> Iterator[Variants]:
+        """Forms that may have a peak of so many bytes, those of fewest chunks first.
+
+        Args:
+            limit: the bytes.
+            given: the best within them of the form as it was given.
+            most: seconds that a split may take.
+        """
+        if not self.may_be_split or self.original.seconds_of_starts(2) >= most:
+            return
+        least = given.peak if given.peak > limit else self.given.within(0).peak
+        for number in self.numbers:
+            if least <= limit * number or number in self.numbers[-LAST_FORMS:]:
+                yield self.split(number)
+
+    def frontier(self, budgets: int) -> tuple[Candidate, ...]:
+        """The Pareto front of all forms; see `Variants.frontier`."""
+        forms = map(self.split, self.numbers) if self.may_be_split else ()
+        return pareto_front(point for form in (self.given, *forms) for point in form.frontier(budgets))
