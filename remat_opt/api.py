@@ -97,7 +97,7 @@ def frontier(
     target: str | Target | None = None,
     solver: str = "auto",
     budgets: int = 12,
-    split: bool | int | str = "auto",
+    split: bool | int | str = False,
     **kwargs: Any,
 ) -> Frontier:
     """What a step would cost at every amount of memory: the Pareto front of predicted peak and extra time.
@@ -109,7 +109,8 @@ def frontier(
         solver: name of the search.
         budgets: how many budgets between the least and the plain peak to solve for. Used by solvers other than "auto",
             which knows its whole frontier.
-        split: into how many chunks the batch is split, as for `optimize`. "auto": the best of several numbers.
+        split: into how many chunks the batch is split, as for `optimize`. "auto": the best of several numbers, each of
+            which is a search of its own.
         **kwargs: keyword arguments of the step.
 
     Returns:

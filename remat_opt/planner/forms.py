@@ -92,6 +92,11 @@ class Forms:
                 yield self.split(number)
 
     def frontier(self, budgets: int) -> tuple[Candidate, ...]:
-        """The Pareto front of all forms; see `Variants.frontier`."""
-        forms = map(self.split, self.numbers) if self.may_be_split else ()
-        return pareto_front(point for form in (self.given, *forms) for point in form.frontier(budgets))
+        """The Pareto front of all forms that take at most twice the step's time; see `Variants.frontier`."""
+        points = [*self.given.frontier(budgets)]
+        for number in self.numbers if self.may_be_split else ():
+            form = self.split(number)
+            if form.original.extra_seconds > self.original.plain_graph.seconds:
+                break
+            points += form.frontier(budgets)
+        return pareto_front(points)
