@@ -59,6 +59,8 @@ def _summary(explanation: Findings) -> list[str]:
     updates = "; updates of the optimizer run as soon as they can" if first_runs != sorted(first_runs) else ""
     segments = format_count(len(explanation.segments), "segment")
     done = []
+    if plan.chunks:
+        done.append(f"The batch runs in {plan.chunks} chunks, one after another; sums over it are equal to rounding.")
     if explanation.loops:
         pairs = format_count(len(explanation.loops), "pair")
         keep = "keeps" if len(explanation.loops) == 1 else "keep"
