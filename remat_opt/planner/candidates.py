@@ -26,6 +26,7 @@ LEVELS = 7  # of the memory of loops
 LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few variants are searched
 LEVELS_INSIDE = (0.75, 0.5, 0.25, 0.0)
+HALVINGS_INSIDE = 4
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -162,10 +163,11 @@ class Variants:
     def within(self, limit: int) -> Candidate:
         """The least time with a peak of at most `limit` bytes, or the least peak at any cost where nothing fits."""
         smallest = best = None
-        for number, variant in enumerate(self.all):
+        every = self.in_chunks_within(limit) if self.original.chunks else self.all
+        for number, variant in enumerate(every):
             if best is not None and variant.extra_seconds >= best.extra_seconds:
                 break
-            with part(number, len(self.all)):
+            with part(number, len(every)):
                 candidate = self.candidate(variant, limit)
             if candidate.peak <= limit and (best is None or candidate.extra_seconds < best.extra_seconds):
                 best = candidate
@@ -173,6 +175,19 @@ class Variants:
                 smallest = candidate
         assert smallest is not None
         return best or smallest
+
+    def in_chunks_within(self, limit: int) -> Sequence[Prepared]:
+        """Of a step whose batch is split those of `all` for the least memory and without recomputation, and in place of
+        the levels between them what halving finds for `limit` bytes, sorted by time."""
+        as_is = self.ways[0]
+        found = {*self.for_minimum_memory, self.written(as_is, 1.0)}
+        fits, misses = 0.0, 1.0  # shares, as of `LEVELS_INSIDE`
+        for _ in range(HALVINGS_INSIDE):
+            share = (fits + misses) / 2
+            variant = self.written(as_is, share)
+            found.add(variant)
+            fits, misses = (share, misses) if self.candidate(variant, limit).peak <= limit else (fits, share)
+        return sorted(found, key=lambda variant: variant.extra_seconds)
 
     def frontier(self, budgets: int) -> tuple[Candidate, ...]:
         """The Pareto front of all variants in memory and time, from the least memory to the least time.
