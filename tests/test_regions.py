@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import loop_models as models
 import numpy as np
+import optax
 import pytest
 from jax import lax
 from jax.sharding import PartitionSpec
@@ -91,3 +92,19 @@ def test_a_body_in_which_one_operation_needs_almost_all_is_not_searched(monkeypa
     assert not searched
     assert in_segments(jax.grad(loss)) is not None
     assert searched
+
+
+def test_a_step_with_optax_microbatch_is_scheduled_inside_its_loop():
+    def of_part(params, x):
+        return jax.value_and_grad(loss)(params, x)
+
+    def step(params, x):
+        value, gradients = optax.microbatch(of_part, argnums=1, microbatch_size=BATCH)(params, x)
+        return descend(params, jax.tree.map(lambda g: g / 4, gradients)), value / 4
+
+    arguments = params(), models.normal(21, 4 * BATCH, WIDTH)
+    optimized = remat_opt.optimize(step, budget=0.7)
+    plan = optimized.plan(*arguments)
+    assert (plan.chunks, plan.loop_bodies) == (0, 1)
+    found, expected = optimized(*arguments), jax.jit(step)(*arguments)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6), found, expected)
