@@ -32,7 +32,7 @@ def kept(every: list[SimpleNamespace], reordered: SimpleNamespace | None = None)
         plain_figures=None,
         original=SimpleNamespace(is_divided=False, plain_graph=SimpleNamespace(seconds=1.0)),
         search=search,
-        variants=SimpleNamespace(reordered=reordered or every[-1]),
+        reordered=reordered or every[-1],
         measure=measure,
         decision=lambda found, figures: found,
     )

@@ -19,7 +19,6 @@ from remat_opt.search import Problem, search_of
 from remat_opt.targets import Target, resolve_target
 from remat_opt.trace.inline import inline
 
-pytestmark = pytest.mark.short
 RATES = Rates(bandwidth=1e12, flops={"float32": 1e14})
 ROWS = 4096
 
@@ -39,6 +38,7 @@ def without_starts(seconds: float) -> Target:
     return dataclasses.replace(resolve_target("h200"), kernel_seconds=seconds)
 
 
+@pytest.mark.short
 def test_a_budget_that_recomputation_cannot_meet_is_met_in_chunks() -> None:
     with pytest.raises(InfeasibleBudget):
         optimize(step, budget=0.2, split=False).plan(*arguments())
@@ -96,6 +96,7 @@ def read(fun: Callable, *args: Any) -> Any:
     return build(inline(jax.make_jaxpr(fun)(*args)), RATES)
 
 
+@pytest.mark.short
 def test_a_loop_takes_the_time_of_its_kernels_as_often_as_they_run() -> None:
     x, w = jnp.ones((64, 64)), jnp.ones((64, 64))
 

@@ -145,7 +145,7 @@ class _BudgetLoop:
         while limit > 0:
             candidate = self.planner.search(limit)
             if candidate.is_unchanged:  # it was compiled, or is too large; compilers order it otherwise than we do
-                candidate = self.planner.forms.given.reordered
+                candidate = self.planner.reordered
             if candidate.peak > limit:
                 return None
             if not self.was_compiled(candidate):
@@ -158,7 +158,7 @@ class _BudgetLoop:
     def smallest(self) -> Iterator[Candidate]:
         """Candidates that may need the least memory, at any cost, in the order of their predicted peaks."""
         search = self.planner.search
-        every = sorted([search(0), search(None), self.planner.forms.given.reordered], key=lambda one: one.peak)
+        every = sorted([search(0), search(None), self.planner.reordered], key=lambda one: one.peak)
         reachable = OUT_OF_REACH * self.limit / (self.compiled[-1].correction if self.compiled else 1)
         for number, candidate in enumerate(every):
             if not self.was_compiled(candidate) and (candidate.peak <= reachable or not (number or self.compiled)):

@@ -71,6 +71,11 @@ class Planner:
         self.spend("search", started)
         return candidate
 
+    @property
+    def reordered(self) -> Candidate:
+        """The step in our order, with nothing recomputed."""
+        return self.forms.given.reordered
+
     def measure(self, candidate: Candidate | None) -> Figures:
         """Compile a candidate, or the original step (None), and return the compiler's figures."""
         assert self.compile is not None

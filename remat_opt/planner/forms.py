@@ -18,7 +18,7 @@ from remat_opt.planner.splitting import in_chunks
 from remat_opt.search.caching import cached_method
 from remat_opt.search.problem import pareto_front
 
-SPLIT_THRESHOLD = 0.05  # of the step's seconds, that a split has to save: sums are rounded otherwise
+SPLIT_THRESHOLD = 0.05  # of the step's seconds, that a split or more chunks have to save: sums are rounded otherwise
 LAST_FORMS = 2  # those of most chunks, one of which has the least memory
 
 
@@ -60,10 +60,8 @@ class Forms:
 
     def within(self, limit: int) -> Candidate:
         """The least time with a peak of at most `limit` bytes, or the least peak at any cost where nothing fits."""
-        best = self.given.within(limit)
-        most = math.inf  # seconds that a split may take
-        if best.peak <= limit:
-            most = best.extra_seconds - SPLIT_THRESHOLD * self.original.plain_graph.seconds
+        best, threshold = self.given.within(limit), SPLIT_THRESHOLD * self.original.plain_graph.seconds
+        most = best.extra_seconds - threshold if best.peak <= limit else math.inf  # seconds that a split may take
         for form in self.forms_within(limit, best, most):
             if form.original.extra_seconds >= most:
                 break  # more chunks take longer
@@ -71,7 +69,7 @@ class Forms:
             if found.peak <= limit:
                 found = form.within(limit)
             if found.peak <= limit and found.extra_seconds < most:
-                best, most = found, found.extra_seconds
+                best, most = found, found.extra_seconds - threshold
             elif math.isinf(most) and found.peak < best.peak:
                 best = found
         return best

@@ -70,7 +70,7 @@ def minimum_memory(planner: Planner) -> Decision:
     if planner.settings.split:
         return split_for_minimum(planner, candidate)
     if candidate.is_unchanged or candidate.peak > GAIN_THRESHOLD * planner.original.comparable_peak:
-        candidate = min(planner.forms.given.reordered, candidate, key=lambda one: (one.is_unchanged, one.peak))
+        candidate = min(planner.reordered, candidate, key=lambda one: (one.is_unchanged, one.peak))
         if planner.compile is not None:  # compilers have an order of their own for the original step
             return by_the_compiler(planner, [candidate], compare_with_plain=True)
         if candidate.peak >= GAIN_THRESHOLD * planner.original.comparable_peak:
@@ -91,7 +91,7 @@ def minimum_memory(planner: Planner) -> Decision:
 
 def split_for_minimum(planner: Planner, candidate: Candidate) -> Decision:
     """The least memory of a step that is split as the user says: whether that gains anything is not asked."""
-    every = [candidate, planner.forms.given.reordered]
+    every = [candidate, planner.reordered]
     if planner.settings.budget.at_any_cost:
         every.append(planner.search(0))
     return planner.decision(min(every, key=lambda one: one.peak))
