@@ -103,8 +103,8 @@ def to_markdown(results: dict[str, dict[str, dict[str, Any]]]) -> str:
         f"Low precision, chunks and recomputation, {TARGET}",
         "Temporary memory, arguments (parameters, momentum, the batch) and physical peak as the compiler says, MB "
         "(10^6 bytes), and how many times less the peak is than the float32 step's. The state is donated, parameters "
-        f"stay float32. Sohoni et al. 2019 publish {published} times less for all means together, one of which is sparsity "
-        "of the weights: XLA has no sparse arrays that take less. Written by `python -m benchmarks.ladder`.",
+        f"stay float32. Sohoni et al. 2019 publish {published} times less for all means together, of which one is "
+        "sparsity of the weights: XLA has no sparse arrays that take less. Written by `python -m benchmarks.ladder`.",
         ["network", "step", "temporary", "arguments", "peak", "times less", "extra FLOPs", "jax"],
         (
             [network.name, rung.key, *_cells(found[rung.key], found["float32"])]
