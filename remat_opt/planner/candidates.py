@@ -99,7 +99,6 @@ class Variants:
     def all(self) -> tuple[Prepared, ...]:
         """All variants, sorted by the time of their loops. The original step is one of them."""
         inside = LEVELS_INSIDE[:-1] if self.has_gain_inside else ()
-        inside = (1.0, *inside) if self.original.chunks else inside
         variants = {
             *self.for_minimum_memory,
             *self.of_ways(self.ways),
@@ -111,9 +110,9 @@ class Variants:
     def for_minimum_memory(self) -> tuple[Prepared, ...]:
         """The part of `all` that can have the least memory. The others are for budgets."""
         ways = [way for way in self.ways if not way.for_budgets]
-        return tuple(
-            sorted({*self.of_ways(ways), self.written(self.ways[0], None)}, key=lambda variant: variant.extra_seconds)
-        )
+        inside = (None, 1.0) if self.original.chunks else (None,)  # in chunks our order alone may be all that is needed
+        variants = {*self.of_ways(ways), *(self.written(self.ways[0], level) for level in inside)}
+        return tuple(sorted(variants, key=lambda variant: variant.extra_seconds))
 
     def of_ways(self, ways: Iterable[LoopChoices]) -> Iterable[Prepared]:
         """Variants with these choices for their loops, and with bodies rewritten for the least memory where that
@@ -180,7 +179,7 @@ class Variants:
         """Of a step whose batch is split those of `all` for the least memory and without recomputation, and in place of
         the levels between them what halving finds for `limit` bytes, sorted by time."""
         as_is = self.ways[0]
-        found = {*self.for_minimum_memory, self.written(as_is, 1.0)}
+        found = {*self.for_minimum_memory}
         fits, misses = 0.0, 1.0  # shares, as of `LEVELS_INSIDE`
         for _ in range(HALVINGS_INSIDE):
             share = (fits + misses) / 2
