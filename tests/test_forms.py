@@ -124,3 +124,16 @@ def test_the_search_round_a_budget_finds_about_what_the_whole_frontier_has() -> 
         near = [one for one in search.near(budget) if one.peak <= budget][-1]
         best = [one for one in search.frontier if one.peak <= budget][-1]
         assert near.extra_seconds <= best.extra_seconds + 0.02 * problem.graph.seconds
+
+
+def test_what_a_loop_writes_in_place_takes_the_time_of_what_is_written() -> None:
+    rows, width = 10_000, 64
+
+    def stacked(x: jax.Array) -> jax.Array:
+        def one(stack: jax.Array, at: jax.Array) -> tuple[jax.Array, None]:
+            return lax.dynamic_update_slice_in_dim(stack, jnp.sin(x), at, 0), None
+
+        return lax.scan(one, jnp.zeros((rows, width)), jnp.arange(100))[0]
+
+    once = 4 * rows * width / RATES.bandwidth
+    assert read(stacked, jnp.ones((1, width))).graph.seconds < 5 * once

@@ -190,7 +190,9 @@ def op_of(program: Program, equation: Equation, rates: Rates) -> Op:
     flops = flops_of(equation, program)
     kind = kind_of(equation.primitive)
     moved = sum(bytes_of(program.avals[value]) for value in equation.outputs)
-    if kind is not Kind.ELEMENTWISE:
+    if equation.primitive is P.dynamic_update_slice_p:  # in place
+        moved = bytes_of(program.aval_of(equation.inputs[1]))
+    elif kind is not Kind.ELEMENTWISE:
         moved += sum(bytes_of(program.avals[value]) for value in inputs)
     dtype = dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
     is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))

@@ -99,20 +99,15 @@ class Variants:
     def all(self) -> tuple[Prepared, ...]:
         """All variants, sorted by the time of their loops. The original step is one of them."""
         inside = LEVELS_INSIDE[:-1] if self.has_gain_inside else ()
-        variants = {
-            *self.for_minimum_memory,
-            *self.of_ways(self.ways),
-            *(self.written(self.ways[0], level) for level in inside),
-        }
-        return tuple(sorted(variants, key=lambda variant: variant.extra_seconds))
+        levels = [self.written(self.ways[0], level) for level in inside]
+        return _fastest_first([*self.for_minimum_memory, *self.of_ways(self.ways), *levels])
 
     @functools.cached_property
     def for_minimum_memory(self) -> tuple[Prepared, ...]:
         """The part of `all` that can have the least memory. The others are for budgets."""
         ways = [way for way in self.ways if not way.for_budgets]
         inside = (None, 1.0) if self.original.chunks else (None,)  # in chunks our order alone may be all that is needed
-        variants = {*self.of_ways(ways), *(self.written(self.ways[0], level) for level in inside)}
-        return tuple(sorted(variants, key=lambda variant: variant.extra_seconds))
+        return _fastest_first([*self.of_ways(ways), *(self.written(self.ways[0], level) for level in inside)])
 
     def of_ways(self, ways: Iterable[LoopChoices]) -> Iterable[Prepared]:
         """Variants with these choices for their loops, and with bodies rewritten for the least memory where that
@@ -141,10 +136,18 @@ class Variants:
         if len(self.for_minimum_memory) == 1:
             return self.candidate(self.for_minimum_memory[0], None)
         once, twice = (
-            min(self.limited(most), key=lambda candidate: (candidate.peak, candidate.extra_flops))
+            min(
+                self.limited(most), default=self.cheapest, key=lambda candidate: (candidate.peak, candidate.extra_flops)
+            )
             for most in (MOST_EXTRA, MOST_EXTRA_TWICE)
         )
         return twice if twice.peak <= (1 - SECOND_PASS_THRESHOLD) * once.peak else once
+
+    @property
+    def cheapest(self) -> Candidate:
+        """The least FLOPs: chunks of a small batch may take more than is allowed, whatever is recomputed."""
+        every = (Candidate(variant, variant.problem.plain) for variant in self.for_minimum_memory)
+        return min(every, key=lambda candidate: candidate.extra_flops)
 
     def limited(self, most: float) -> Iterable[Candidate]:
         """The least memory of each variant whose extra FLOPs are at most a share `most` of the step's FLOPs."""
@@ -178,15 +181,14 @@ class Variants:
     def in_chunks_within(self, limit: int) -> Sequence[Prepared]:
         """Of a step whose batch is split those of `all` for the least memory and without recomputation, and in place of
         the levels between them what halving finds for `limit` bytes, sorted by time."""
-        as_is = self.ways[0]
-        found = {*self.for_minimum_memory}
+        as_is, found = self.ways[0], [*self.for_minimum_memory]
         fits, misses = 0.0, 1.0  # shares, as of `LEVELS_INSIDE`
         for _ in range(HALVINGS_INSIDE):
             share = (fits + misses) / 2
             variant = self.written(as_is, share)
-            found.add(variant)
+            found.append(variant)
             fits, misses = (share, misses) if self.candidate(variant, limit).peak <= limit else (fits, share)
-        return sorted(found, key=lambda variant: variant.extra_seconds)
+        return _fastest_first(found)
 
     def frontier(self, budgets: int) -> tuple[Candidate, ...]:
         """The Pareto front of all variants in memory and time, from the least memory to the least time.
@@ -223,3 +225,8 @@ class Variants:
         steps = range(1, budgets + 1) if least.peak < plain.peak else ()
         between = (least.peak + (plain.peak - least.peak) * step // (budgets + 1) for step in steps)
         return pareto_front([least, plain, *(self.candidate(variant, budget).solution for budget in between)])
+
+
+def _fastest_first(variants: Iterable[Prepared]) -> tuple[Prepared, ...]:
+    """Each variant once, sorted by the time of its loops; equal ones as they come, as every process has to."""
+    return tuple(sorted(dict.fromkeys(variants), key=lambda variant: variant.extra_seconds))
