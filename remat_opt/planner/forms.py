@@ -59,34 +59,40 @@ class Forms:
         return Variants(prepared, self.settings.solver, self.settings.keep_user_checkpoints)
 
     def within(self, limit: int) -> Candidate:
-        """The least time with a peak of at most `limit` bytes, or the least peak at any cost where nothing fits."""
+        """The least time with a peak of at most `limit` bytes, or the least peak at any cost where nothing fits.
+
+        Where recomputation alone fits, chunks are weighed in which nothing is recomputed: that is no search.
+        """
         best, threshold = self.given.within(limit), SPLIT_THRESHOLD * self.original.plain_graph.seconds
-        most = best.extra_seconds - threshold if best.peak <= limit else math.inf  # seconds that a split may take
-        for form in self.forms_within(limit, best, most):
+        fits = best.peak <= limit
+        most = best.extra_seconds - threshold if fits else math.inf  # seconds that a split may take
+        for form in self.splits_within(limit, best.peak) if self.seconds_of_two < most else ():
             if form.original.extra_seconds >= most:
                 break  # more chunks take longer
-            found = form.minimum_memory()
-            if found.peak <= limit:
-                found = form.within(limit)
+            found = form.reordered
+            if found.peak > limit and not fits:
+                found = form.minimum_memory()
+                found = form.within(limit) if found.peak <= limit else found
             if found.peak <= limit and found.extra_seconds < most:
-                best, most = found, found.extra_seconds - threshold
-            elif math.isinf(most) and found.peak < best.peak:
+                best, fits, most = found, True, found.extra_seconds - threshold
+            elif not fits and found.peak < best.peak:
                 best = found
         return best
 
-    def forms_within(self, limit: int, given: Candidate, most: float) -> Iterator[Variants]:
-        """Forms that may have a peak of so many bytes, those of fewest chunks first.
+    @property
+    def seconds_of_two(self) -> float:
+        """What two chunks take more at least; infinite where the batch stays whole."""
+        return self.original.seconds_of_starts(2) if self.may_be_split else math.inf
+
+    def splits_within(self, limit: int, given: int) -> Iterator[Variants]:
+        """Splits that may have a peak of so many bytes, of fewest chunks first, and those of most chunks in any case.
 
         Args:
             limit: the bytes.
-            given: the best within them of the form as it was given.
-            most: seconds that a split may take.
+            given: the least peak of the form as it was given, or one that fits.
         """
-        if not self.may_be_split or self.original.seconds_of_starts(2) >= most:
-            return
-        least = given.peak if given.peak > limit else self.given.within(0).peak
         for number in self.numbers:
-            if least <= limit * number or number in self.numbers[-LAST_FORMS:]:
+            if given <= limit * number or number in self.numbers[-LAST_FORMS:]:
                 yield self.split(number)
 
     def frontier(self, budgets: int) -> tuple[Candidate, ...]:
