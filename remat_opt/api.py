@@ -34,8 +34,8 @@ def optimize(
 ) -> Any:
     """Return a training step that needs a fraction of the memory and gives the same results.
 
-    `optimize` traces the whole step (forward pass, backward pass and optimizer), searches for the tensors worth saving,
-    and makes XLA recompute everything else. Call the result as you would call `jax.jit(fun)`.
+    The whole step is traced (forward pass, backward pass and optimizer), the tensors worth saving are searched for, and
+    XLA recomputes everything else. Call the result as you would call `jax.jit(fun)`.
 
     Args:
         fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object, or a bound method or
@@ -44,33 +44,31 @@ def optimize(
             it; under `jax.jit` modules are pytrees. Without it, a decorator with these options.
         budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
             as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
-            (temporary + arguments + outputs − aliased, as the compiler reports it) fits; a float in (0, 1] for a
-            fraction of the compiled temporary memory of the original step. It is checked against the compiled step.
+            (temporary + arguments + outputs − aliased, as the compiler says) fits; a float in (0, 1] for a fraction of
+            the compiled temporary memory of the original step. It is checked against the compiled step.
         target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
-        verify: compile to check budgets, and without one where predictions leave it open whether less is needed than
-            for the original step. False plans without compiling and promises nothing.
+        verify: compile to check budgets and, without one, whether less is needed where that is open. False plans
+            without compiling and promises nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions; by default the search may do better.
-        on_error: "raise", or "plain" to run the original step, with a warning, where planning fails.
+        on_error: "raise", or "plain": run the original step, with a warning, where planning fails.
         repeat_collectives: let devices communicate again for what is recomputed. By default the results of explicit
             collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
-            that what they are for is saved where they have become more (not with `verify=False`).
-        split: how many equal parts of the batch, which is found in the step, run one after another: activations take so
-            much less, FLOPs stay. Sums over the batch are carried in float32 or wider, and results are equal to
-            rounding. "auto": where a budget cannot be met otherwise, or where it is estimated to save 5 % of the time;
-            never without a budget. False: never; results are then equal to the bit but for what compilers round.
-        **jit_options: as of `jax.jit`; they override those of a jitted `fun` by name. Positions count without bound
-            arguments. What says how arguments are placed is given to `nnx.jit` or `eqx.filter_jit` itself.
+            that what they are for is saved where they have become more (not without `verify`).
+        split: how many equal parts of the batch run one after another, with results equal to rounding. "auto": as many
+            as a budget asks for that cannot be met otherwise, or if 5 % of the time are saved so. False: none.
+        **jit_options: as of `jax.jit`, in place of those of a jitted `fun`. Positions count without bound arguments. How
+            arguments are placed is said to `nnx.jit` or `eqx.filter_jit` itself.
 
     Returns:
-        An `OptimizedFunction` (for nnx, equinox and bound arguments an object that holds one): called like `fun`, has
-        `lower`, `trace`, `eval_shape`, `plan`, `explain` and `jaxpr`.
+        An `OptimizedFunction`, or an object that holds one: called like `fun`, has `lower`, `trace`, `eval_shape`,
+        `plan`, `explain` and `jaxpr`.
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: an option is not among those that exist (the message lists them) or belongs to `nnx.jit` or
-            `eqx.filter_jit`; at the first call, the batch cannot be split (the message says why).
+        ValueError: an option does not exist, or belongs to `nnx.jit` or `eqx.filter_jit`; at the first call, the batch
+            cannot be split. The message says which there are, or why.
         InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}

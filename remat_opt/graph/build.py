@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -16,7 +15,7 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.tiles import padded_bytes
-from remat_opt.rewrites.pooling import EXPANDING_PLATFORMS, by_places
+from remat_opt.rewrites.pooling import by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
 from remat_opt.trace import compat
@@ -26,6 +25,7 @@ from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, can_recompute, inline
 from remat_opt.trace.platforms import GPUS
 from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, PERMUTING, REDUCTION
+from remat_opt.trace.workspaces import workspace_of
 
 WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
 _TIMED_BY_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.remat_p})
@@ -392,42 +392,3 @@ def _shares_tiles(program: Program) -> Callable[[Equation], bool]:
         return all(bytes_in_tiles(piece) >= whole for piece in equation.outputs)
 
     return shares
-
-
-def workspace_of(equation: Equation, program: Program, platform: str) -> int:
-    """Bytes of what the platform's compiler adds to an equation, beside its operands and results."""
-    if equation.primitive is P.select_and_scatter_add_p and platform in EXPANDING_PLATFORMS:
-        source, operand = (program.aval_of(x) for x in equation.inputs)
-        return _scatter_workspace(source, operand, platform)
-    if equation.primitive is P.concatenate_p and platform == "cpu":
-        return bytes_of(program.avals[equation.outputs[0]])  # copied by a routine of its own, never fused
-    if equation.primitive is P.random_bits_p and platform == "cpu":
-        # Threefry works in a loop on two numbers for each result, which it starts from copies.
-        result = program.avals[equation.outputs[0]]
-        return 4 * 4 * result.size - bytes_of(result)
-    if equation.primitive is P.conv_general_dilated_p and platform == "cpu":
-        copied = cpu_conv_copies(equation.params["dimension_numbers"])
-        avals = (*map(program.aval_of, equation.inputs[:2]), program.avals[equation.outputs[0]])
-        return sum(bytes_of(aval) for aval, is_copied in zip(avals, copied, strict=True) if is_copied)
-    return 0
-
-
-def _scatter_workspace(source: Any, operand: Any, platform: str) -> int:
-    """A windowed reduction of each number with its index along every dimension; the zeros to scatter into are the
-    result's place. The CPU's compiler stores the indices of the operand's elements, too."""
-    indices = 4 * len(source.shape)
-    windows = math.prod(source.shape) * indices + bytes_of(source)
-    elements = math.prod(operand.shape) * indices if platform == "cpu" else 0
-    return windows + elements
-
-
-def cpu_conv_copies(numbers: Any) -> tuple[bool, bool, bool]:
-    """Whether image, kernel and result of a convolution are copied: the CPU has kernels for images as (batch, space,
-    features) and weights as (space, inputs, features) alone. Both operands of a weight's gradient lie otherwise."""
-    last = len(numbers.lhs_spec) - 1
-    of_image, of_kernel = (0, last, *range(1, last)), (last, last - 1, *range(last - 1))
-    return (
-        tuple(numbers.lhs_spec) != of_image,
-        tuple(numbers.rhs_spec) != of_kernel,
-        tuple(numbers.out_spec) != of_image,
-    )

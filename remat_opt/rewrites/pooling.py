@@ -32,19 +32,18 @@ from jax.extend.core import primitives
 
 from remat_opt.rewrites.masks import is_zero
 from remat_opt.trace.inline import Constant, Equation, Program, alive
-from remat_opt.trace.platforms import GPUS
+from remat_opt.trace.platforms import EXPANDING
 from remat_opt.trace.pool_parts import BOTH, PLACES, SPREAD, places_of
 
 # One term of the sum for each place in a window; beyond this a scatter is the shorter program.
 LARGEST_WINDOW = 64
 _WINDOWS = ("window_dimensions", "window_strides", "padding")
-EXPANDING_PLATFORMS = GPUS | {"cpu"}
 
 
 def without_scatter(equation: Equation, platform: str) -> bool:
     """Whether an equation is to be written by `scatter_free`: the platform's compiler would expand it, and the window
     is small and not padded by a whole window."""
-    if equation.primitive is not primitives.select_and_scatter_add_p or platform not in EXPANDING_PLATFORMS:
+    if equation.primitive is not primitives.select_and_scatter_add_p or platform not in EXPANDING:
         return False
     window, padding = equation.params["window_dimensions"], equation.params["padding"]
     inside = all(0 <= pad < size for size, pads in zip(window, padding, strict=True) for pad in pads)

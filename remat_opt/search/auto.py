@@ -1,7 +1,8 @@
 """The default search: candidates from several models, then local search on the schedule, value by value.
 
-1. *Structures* are schedules of little memory; they say where segments begin. They come from segments of least memory
-   (with and without counting later residuals beside a segment), nested plans, and lower sets (`lower_sets.py`).
+1. *Structures* (`structures.py`) are schedules of little memory; they say where segments begin. They come from
+   segments of least memory (with and without counting later residuals beside a segment), nested plans, and lower sets
+   (`lower_sets.py`).
 2. *Candidate generators* (`candidate_generator.py`). For a budget: segments with options, and nested plans on small
    steps or if no segments fit. Each model orders its plans from least memory to least time; those that just fit are
    found by simulation. On small steps the answers of the other solvers join the frontier, on larger ones those of lower
@@ -17,10 +18,8 @@ One table has the costs of all pairs of cuts, so that identical blocks need no s
 
 The result is a Pareto frontier in memory and time. It has schedules for `LEVELS` budgets between the least and the
 plain peak; between two of them, what a descent from the larger finds; and in the remaining gaps, what can be saved from
-the smaller one. A budget picks from the frontier, so that more memory never costs more time. Without a budget the
-answer is the least memory with at most one extra forward pass of time.
-
-Gap: ops of first runs keep their order.
+the smaller one. A budget picks from it; of a large step, from what is made of it round the budget. Without a budget the
+answer is the least memory with at most one extra forward pass of time. Gap: ops of first runs keep their order.
 """
 
 from __future__ import annotations
@@ -29,33 +28,26 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from remat_opt.graph.derive import Choice
 from remat_opt.search import chen, feng_huang, hong, lower_sets, rotor
 from remat_opt.search.caching import cached_method
-from remat_opt.search.candidate_generator import CandidateGenerator
 from remat_opt.search.drop_recomputation import fill
 from remat_opt.search.expensive import keep_expensive_results
-from remat_opt.search.forward import forward_backward_boundary, peak_in_order
+from remat_opt.search.forward import forward_backward_boundary
 from remat_opt.search.local_search import descend, lower, shorten
 from remat_opt.search.problem import Problem, Solution, memory_first, pareto_front, time_first
 from remat_opt.search.progress import report_progress
+from remat_opt.search.structures import SHARE_OF_STRUCTURES, SOME_OPS, Structures
 
 LEVELS = 20
-_VARIANTS = ((False, True), (False, False), (True, True), (True, False))  # of `CandidateGenerator.minimum_choice`
-_MOST_PASSES = 12  # peaks that are lowered one after another
 _MOST_ATTEMPTS = 4  # at meeting a budget by asking for less
-_SHARE_OF_STRUCTURES = 0.4  # of the time of a whole frontier, about
 _HALVINGS = 5  # of the budgets between what takes longer than one forward pass and what does not
-_VERY_FEW_OPS = 64  # up to which values are evicted one by one
-_FEW_OPS = 400  # up to which every model is tried at every forward/backward boundary, and the other solvers are asked
-_SOME_OPS = 1200  # up to which `rotor` is asked for its least memory, and `lower_sets` for budgets
 _LOWERED = 0.9  # times the peak is asked for next where values are tried one by one
 _NEXT = 0.99  # times the peak of one schedule is that of the next, in a descent
 _NEAR = 1.25  # times the least peak, up to where a compiler may need less than for the least one
 _ABOUT_A_THIRD = 0.325  # a count apart from ours says up to 2.4 % more on networks of small cells
 _MOST_OF_THE_STEP = 0.35  # its FLOPs, that a forward pass is, about: a backward one takes twice as many
 _ABOUT = 1.02  # times the least peak is no more memory, about
-_ROUND_A_BUDGET = (0.9, 0.95, 1.0, 1.06, 1.25)  # times a budget: it is filled from below and reached from above
+_ROUND_A_BUDGET = (0.9, 0.95, 1.0, 1.06, 1.25)  # times a budget
 _FROM_BELOW = 2  # schedules below a gap of the frontier, from which it is filled
 _MOST_PARTS = 3  # of a gap
 _MOST_FILLED = 4  # schedules for one budget that are filled
@@ -77,11 +69,8 @@ def _different(solutions: Iterable[Solution]) -> list[Solution]:
     return list({memory_first(solution): solution for solution in reversed(list(solutions))}.values())[::-1]
 
 
-class Search:
+class Search(Structures):
     """The search for one problem. Results are cached and do not depend on the order of the calls."""
-
-    def __init__(self, problem: Problem):
-        self.problem = problem
 
     # Least memory
 
@@ -191,53 +180,6 @@ class Search:
             solution = found
         return min((solution, *self.descent(solution, lambda _: True)), key=memory_first)
 
-    @functools.cached_property
-    def structures(self) -> list[Solution]:
-        """Schedules of little memory: they say where segments begin, and budgets are filled from there."""
-        problem, ends = self.problem, self.forward_ends if self.is_small else self.forward_ends[:1]
-        found = [*self.one_level, lower_sets.solve(problem, None)]
-        found += [solution for end in ends for solution in self.generator(end).minimum_nested()]
-        if self.is_small:
-            found += [solver.solve(problem, None) for solver in (hong, feng_huang, chen)]
-        if len(problem.order) <= _SOME_OPS:
-            found.append(rotor.solve(problem, None))
-        return found
-
-    @functools.cached_property
-    def one_level(self) -> list[Solution]:
-        """One level of segments: at the plain step's peak, then at the peak that remains, and so on while it falls."""
-        found = [self.problem.plain]
-        # The op at the peak counts as backward; where that is cheap, it is tried as forward too.
-        variants = [(shift, *which) for shift in ((0, 1) if self.is_small else (0,)) for which in _VARIANTS]
-        for number, variant in enumerate(variants):
-            report_progress(_SHARE_OF_STRUCTURES * number / (len(variants) + 2))
-            found += self.lower_peaks(*variant)
-        if self.forward_ends[0] != peak_in_order(self.problem.plain):
-            generator = self.generator(self.forward_ends[0])
-            found += (self.problem.solution(generator.minimum_choice(*which)) for which in _VARIANTS)
-        return found
-
-    def lower_peaks(self, shift: int, with_later: bool, keep: bool) -> list[Solution]:
-        found = [self.problem.plain]
-        for candidate in self.lowered(lambda end: self.generator(end).minimum_choice(with_later, keep), shift):
-            if candidate.peak > found[-1].peak or not candidate.schedule.recomputed:
-                break
-            found.append(candidate)  # where the peak stays, another one of the same height is next
-        return found[1:]
-
-    def lowered(self, choice_before: Callable[[int], Choice | None], shift: int = 0) -> Iterator[Solution]:
-        """The plain step with what is chosen before its peak, then with what is chosen before the peak that remains,
-        too, and so on, until a peak comes again or nothing is chosen."""
-        best, tried = self.problem.plain, set[int]()
-        while len(tried) < _MOST_PASSES:
-            forward_end = min(peak_in_order(best) + shift, len(self.problem.order))
-            choice = None if forward_end in tried else choice_before(forward_end)
-            if choice is None:
-                break
-            tried.add(forward_end)
-            best = self.problem.solution(_merge(best.choice, choice))
-            yield best
-
     # Budgets
 
     def within(self, budget: int) -> Solution:
@@ -251,13 +193,13 @@ class Search:
 
     @cached_method
     def near(self, budget: int) -> tuple[Solution, ...]:
-        """The part of the frontier round a budget, on which a schedule fits: for a few seconds' work of large steps."""
+        """The part of the frontier round a budget that some schedule meets."""
         lowest = min(self.low_end, key=memory_first)
         found = [lowest if lowest.peak <= budget else self.minimum_at_any_cost]
         for factor in _ROUND_A_BUDGET:
             if found[-1].peak <= int(budget * factor):
                 found.append(self.at(int(budget * factor), found[-1]))
-        front = pareto_front([self.problem.plain, *found, *self.low_end, *self.other(budget), *self.expensive_kept])
+        front = pareto_front([self.problem.plain, *found, *self.low_end, *self.other(budget), *self.expensive])
         best = [one for one in front if one.peak <= budget][-1]
         above = (one for one in found if one.peak > budget)
         front = pareto_front([*front, *(one for start in above for one in self.between(best, start))])
@@ -265,8 +207,7 @@ class Search:
         return pareto_front([*front, *(fill(self.problem, one, budget) for one in low)])
 
     @functools.cached_property
-    def expensive_kept(self) -> tuple[Solution, ...]:
-        """See `keep_expensive_results`."""
+    def expensive(self) -> tuple[Solution, ...]:
         return tuple(keep_expensive_results(self.problem, self.one_level))
 
     @functools.cached_property
@@ -285,7 +226,7 @@ class Search:
         front = pareto_front(solutions)
         between = [solution for pair in itertools.pairwise(front) for solution in self.between(*pair)]
         front = pareto_front([*front, *between])
-        return pareto_front([*front, *self.filled(front), *self.expensive_kept])
+        return pareto_front([*front, *self.filled(front), *self.expensive])
 
     def filled(self, front: Sequence[Solution]) -> Iterator[Solution]:
         """What can be saved in the gaps of a frontier, from the schedules below each gap."""
@@ -309,7 +250,7 @@ class Search:
     def other(self, budget: int) -> Iterator[Solution]:
         """The best of the papers' algorithms for a budget, filled; none of a large step."""
         solvers = (rotor, hong, lower_sets, feng_huang, chen) if self.is_small else (lower_sets,)
-        answers = [solver.solve(self.problem, budget) for solver in solvers if len(self.problem.order) <= _SOME_OPS]
+        answers = [solver.solve(self.problem, budget) for solver in solvers if len(self.problem.order) <= SOME_OPS]
         fitting = sorted((answer for answer in answers if answer.peak <= budget), key=time_first)
         yield from (fill(self.problem, answer, budget) for answer in fitting[:1])
 
@@ -322,7 +263,7 @@ class Search:
     def at_level(self, level: int) -> Solution:
         """The best for a level's budget; it takes no longer than the level below."""
         below = self.at_level(level - 1) if level else self.minimum_at_any_cost
-        report_progress(_SHARE_OF_STRUCTURES + (1 - _SHARE_OF_STRUCTURES) * level / LEVELS)
+        report_progress(SHARE_OF_STRUCTURES + (1 - SHARE_OF_STRUCTURES) * level / LEVELS)
         same = level and self.budget_of(level) == self.budget_of(level - 1)
         return below if same else self.at(self.budget_of(level), below)
 
@@ -364,40 +305,3 @@ class Search:
                 return [candidate]
             limit = min(limit - 1, limit * budget // candidate.peak)
         return []
-
-    # Forward/backward boundaries
-
-    @property
-    def is_small(self) -> bool:
-        """Whether everything can be tried."""
-        return len(self.problem.order) <= _FEW_OPS
-
-    @property
-    def is_tiny(self) -> bool:
-        """Whether values can be tried one by one."""
-        return len(self.problem.order) <= _VERY_FEW_OPS
-
-    @functools.cached_property
-    def forward_ends(self) -> tuple[int, ...]:
-        """Boundaries to try, the better first: at the plain step's peak, and where most bytes lie idle."""
-        forward_ends = dict.fromkeys((peak_in_order(self.problem.plain), forward_backward_boundary(self.problem)))
-
-        def least(forward_end: int) -> tuple[float, float]:
-            choices = (self.generator(forward_end).minimum_choice(*which) for which in _VARIANTS)
-            return min(memory_first(self.problem.solution(choice)) for choice in choices)
-
-        forward_ends = sorted(forward_ends, key=least)
-        return tuple(forward_ends if self.is_small else forward_ends[:1])
-
-    @cached_method
-    def generator(self, forward_end: int) -> CandidateGenerator:
-        """The models before a forward/backward boundary."""
-        return CandidateGenerator(self.problem, forward_end)
-
-
-def _merge(first: Choice, second: Choice) -> Choice:
-    return Choice(
-        first.saved | second.saved,
-        tuple(sorted({*first.boundaries, *second.boundaries})),
-        tuple(sorted({*first.cuts, *second.cuts})),
-    )

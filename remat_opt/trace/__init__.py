@@ -10,6 +10,6 @@ version of JAX at the import. `flops.py` counts FLOPs: a rule for a primitive is
 Facts about a program: `primitives.py` (elementwise, reductions, moves), `avals.py` (types), `images.py` (which values
 are images), `unrolled.py` (which a compiler cuts into pieces), `names.py` (what values are called), `scopes.py` (name
 scopes of what is recomputed), `fingerprint.py` (what a saved plan is recognised by), `placement.py` (shardings and
-devices), `platforms.py` (platforms that share a compiler). `mapped.py` divides a `shard_map`, `pool_parts.py` has the
-primitives of a rewritten pool.
+devices), `platforms.py` (platforms that share a compiler), `workspaces.py` (what compilers need beside operands and
+results). `mapped.py` divides a `shard_map`, `pool_parts.py` has the primitives of a rewritten pool.
 """

@@ -63,15 +63,10 @@ class BackwardSlice:
 
 
 class BodyFigures(NamedTuple):
-    """What is known of an equation whose body we wrote, and can be read off that no more.
+    """What is known of an equation whose body we wrote; None for what can be read off it."""
 
-    Attributes:
-        workspace: bytes that the body needs; None if they can be read off it.
-        seconds: of all its runs; None if they can be read off it.
-    """
-
-    workspace: int | None = None
-    seconds: float | None = None
+    workspace: int | None = None  # bytes that the body needs
+    seconds: float | None = None  # of all its runs
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
