@@ -58,8 +58,8 @@ def optimize(
             that what they are for is saved where they have become more (not without `verify`).
         split: how many equal parts of the batch run one after another, with results equal to rounding. "auto": as many
             as a budget asks for that cannot be met otherwise, or if 5 % of the time are saved so. False: none.
-        **jit_options: as of `jax.jit`, in place of those of a jitted `fun`. Positions count without bound arguments. How
-            arguments are placed is said to `nnx.jit` or `eqx.filter_jit` itself.
+        **jit_options: as of `jax.jit`, in place of those of a jitted `fun`. Positions count without bound arguments.
+            What says how arguments are placed is given to `nnx.jit` or `eqx.filter_jit` itself.
 
     Returns:
         An `OptimizedFunction`, or an object that holds one: called like `fun`, has `lower`, `trace`, `eval_shape`,
