@@ -42,7 +42,7 @@ class Forms:
         batch = self.original.batch
         found: list[int] = []
         for number in batch.numbers if batch is not None and batch.can_be_split else ():
-            if number >= 2 * found[-1] if found else True:
+            if not found or number >= 2 * found[-1]:
                 found.append(number)
         return tuple(found)
 
