@@ -251,8 +251,9 @@ class Bodies:
 
     def read(self, primitive: Any, jaxpr: Any) -> Bridge:
         if id(jaxpr) not in self.known:
-            program, reusing = inline(jaxpr, keep_checkpoints=True), primitive is compat.shard_map_p
-            self.known[id(jaxpr)] = jaxpr, _as_written(program, self.rates, reusing=reusing)
+            program = inline(jaxpr, keep_checkpoints=True)
+            reusing = primitive is compat.shard_map_p  # results may take the place of inputs
+            self.known[id(jaxpr)] = jaxpr, build(program, self.rates, (reusing,) * len(program.inputs))
         return self.known[id(jaxpr)][1]
 
     def graph(self, primitive: Any, jaxpr: Any) -> Graph:
@@ -303,13 +304,9 @@ def _kernels_inside(primitive: Any, params: dict[str, Any], bodies: Bodies) -> i
     return max(inside) if primitive is P.cond_p else params.get("length", 1) * sum(inside)
 
 
-def peak_as_written(program: Program, rates: Rates, *, reusing: bool = False) -> int:
-    """The peak in bytes of a program in its own order; `reusing` where results may take the place of inputs."""
-    return peak_of(_as_written(program, rates, reusing=reusing).graph)
-
-
-def _as_written(program: Program, rates: Rates, *, reusing: bool) -> Bridge:
-    return build(program, rates, (reusing,) * len(program.inputs))
+def peak_as_written(program: Program, rates: Rates) -> int:
+    """The peak in bytes of a program in its own order."""
+    return peak_of(build(program, rates).graph)
 
 
 def _has_product(params: dict[str, Any]) -> bool:

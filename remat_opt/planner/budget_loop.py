@@ -199,11 +199,11 @@ class _BudgetLoop:
     def attainable(self, least: int) -> str:
         """The argument that would have worked, for the error's text."""
         if self.fraction is None:
-            return f"budget={least}, or budget=None for the least memory"
+            return f'budget={least}, or budget="min" for the least memory'
         plain = self.planner.plain_figures.temp_bytes if self.planner.plain_figures is not None else 0
         if least >= plain:
             return "budget=1.0, the step as it was given: nothing that was found needs less"
-        return f"budget={math.ceil(100 * least / plain) / 100:.2f}, or budget=None for the least memory"
+        return f'budget={math.ceil(100 * least / plain) / 100:.2f}, or budget="min" for the least memory'
 
 
 def _predicted(planner: Planner) -> Decision:

@@ -208,6 +208,7 @@ class Search(Structures):
 
     @functools.cached_property
     def expensive(self) -> tuple[Solution, ...]:
+        """See `keep_expensive_results`."""
         return tuple(keep_expensive_results(self.problem, self.one_level))
 
     @functools.cached_property
