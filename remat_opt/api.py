@@ -30,6 +30,7 @@ def optimize(
     on_error: str = "raise",
     repeat_collectives: bool = False,
     split: bool | int | str = "auto",
+    offload: bool = False,
     **jit_options: Any,
 ) -> Any:
     """Return a training step that needs a fraction of the memory and gives the same results.
@@ -58,6 +59,7 @@ def optimize(
             that what they are for is saved where they have become more (not without `verify`).
         split: how many equal parts of the batch run one after another, with results equal to rounding. "auto": as many
             as a budget asks for that cannot be met otherwise, or if 5 % of the time are saved so. False: none.
+        offload: let saved values go to the host's memory and back, beside the work or where a budget needs it.
         **jit_options: as of `jax.jit`, in place of those of a jitted `fun`. Positions count without bound arguments.
             What says how arguments are placed is given to `nnx.jit` or `eqx.filter_jit` itself.
 
@@ -72,8 +74,8 @@ def optimize(
         InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}
-    allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives, "split": split}
-    options: dict[str, Any] = {**searched, **allowed, "on_error": on_error}
+    allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives}
+    options: dict[str, Any] = {**searched, **allowed, "split": split, "offload": offload, "on_error": on_error}
     settings = check_settings(**options)
     if fun is _NOT_GIVEN:
         return functools.partial(optimize, **options, **jit_options)

@@ -15,6 +15,7 @@ import jax
 from jax import lax
 from jax.extend.core import primitives as P
 
+from remat_opt.emit.host_copies import HostCopies
 from remat_opt.emit.zeros import are_worth_a_barrier, loop_with_late_stacks, may_wait, zeros_after
 from remat_opt.graph.barriers import Barrier, barriers
 from remat_opt.graph.build import Bridge
@@ -68,6 +69,8 @@ class _Writer:
         self.sources: dict[int, frozenset[int]] = {}  # of what was made on demand: stored values and inputs
         self.made_of: dict[int, list[int]] = {}  # the way back
         self.run_index = 0
+        self.place = 0  # of the next op in the schedule's order
+        self.copies = HostCopies(bridge.graph, Schedule(()))
         self.in_one_barrier = dict(bridge.program.in_one_barrier)
         self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
         self.is_for_gpu = bridge.platform in GPUS
@@ -104,6 +107,7 @@ class _Writer:
             self.barriers = barriers(self.bridge.graph, schedule, liveness, slices)
         elif self.bridge.platform == "cpu":
             self.barriers = cpu_barriers(self.bridge.graph, schedule, liveness)
+        self.copies = HostCopies(self.bridge.graph, schedule)
         stages = timeline(self.bridge.graph, schedule)
         handed_on: dict[int, Any] = {}
         for index, (stage, next_stage) in enumerate(itertools.zip_longest(stages, stages[1:])):
@@ -113,7 +117,10 @@ class _Writer:
                 handed_on = {}
             else:
                 follows = () if next_stage is None or next_stage.crossing else next_stage.run.ops
+                self.copy(stage.crossing.reads, handed_on)
                 handed_on = self.recompute(stage.run.ops, stage.crossing, follows)
+                self.place += len(stage.run.ops)
+                self.copies.note_made(stage.crossing.makes, self.environment)
         on_demand: dict[int, Any] = {}
         return [self.read(atom, self.environment, on_demand) for atom in self.program.outputs]
 
@@ -123,6 +130,9 @@ class _Writer:
         """Run ops; what no op stands for is made once in a run, and added to `on_demand`."""
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
+            if first_run:
+                self.copy(self.bridge.graph.ops[op].inputs, on_demand)
+                self.place += 1
             if first_run and op in self.guards:
                 self.through_barrier(self.guards[op], environment, on_demand)
             barrier = self.barriers.get((self.run_index, op))
@@ -148,6 +158,17 @@ class _Writer:
                     environment[value] = compat.with_default_layout(environment[value])
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
+                self.copies.note_made(equation.outputs, environment)
+
+    def copy(self, reads: Sequence[int], on_demand: dict[int, Any]) -> None:
+        """Wait for copies to the host that have to be done, and begin copies back, before an op or a run that reads
+        some values."""
+        for values in (self.copies.waits_for(self.place, reads), self.copies.begins_at(self.place)):
+            if values:
+                self.through_barrier(values, self.environment, on_demand)
+        back = self.copies.bring_back(self.place, self.environment)
+        self.drop_before_barriers(back)
+        self.drop_made_of(back, on_demand)
 
     def wait(self, barrier: Barrier, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
         slices = sorted(self.slices.keys() & barrier.operands)

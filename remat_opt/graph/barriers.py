@@ -76,9 +76,9 @@ def barriers(
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
-    if slices is None and not any(run.recomputed for run in schedule.runs):
+    if slices is None and not any(run.recomputed for run in schedule.runs) and not schedule.transfers:
         return _barriers_of_products(graph, schedule, liveness, born, dying)
-    position, recomputing = 0, slices is not None
+    position, recomputing = 0, slices is not None or bool(schedule.transfers)
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         again = index > 0 and schedule.runs[index - 1].recomputed

@@ -6,7 +6,8 @@ argument is still to be read.
 
 Every value of the graph has to be a buffer, as in the graphs of `fusion.fuse`. The positions of a schedule are its ops,
 in order, and one more before each recomputed run for its barrier. A barrier lengthens no lifetime, since all that it
-covers is read after it anyway. The workspace of an op is live while the op runs.
+covers is read after it anyway. The workspace of an op is live while the op runs. A buffer whose value is in the host's
+memory counts nothing (`Transfer`).
 
 An elementwise kernel writes its result over an operand of as many bytes that it reads last
 (XLA's `HloDataflowAnalysis::CanShareOperandBufferWithUser`): while it runs, the two count once. Ops say by `same_place`
@@ -101,11 +102,13 @@ class Liveness:
         live: bytes live at each position, and at the return.
         lives: all buffers.
         overwritten: the buffers that the op that reads them last writes its result over.
+        on_host: values with the first position at which they are in the host's memory alone, and the first after that.
     """
 
     live: np.ndarray
     lives: Lives
     overwritten: np.ndarray
+    on_host: tuple[tuple[int, int, int], ...] = ()
 
     @functools.cached_property
     def buffers(self) -> tuple[Buffer, ...]:
@@ -140,10 +143,11 @@ class Liveness:
     def at(self, position: int) -> list[Buffer]:
         """The buffers that are live at a position, the largest first; of two in one place that which is written."""
         over = {*self.overwritten.tolist()}
+        away = {value for value, gone, back in self.on_host if gone <= position < back}
         there = [
             buffer
             for index, buffer in enumerate(self.buffers)
-            if buffer.size and buffer.birth <= position <= buffer.death - (index in over)
+            if buffer.size and buffer.birth <= position <= buffer.death - (index in over) and buffer.value not in away
         ]
         return sorted(there, key=lambda buffer: (-buffer.size, buffer.value))
 
@@ -164,7 +168,10 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     live[positions] += graph.workspaces[ops]
     overwritten = _overwritten(graph, lives, ops, positions, again, end)
     live[lives.death[overwritten]] -= lives.size[overwritten]
-    return Liveness(live, lives, overwritten)
+    on_host = tuple((one.value, *(positions[[one.gone - 1, one.back - 1]] + 1).tolist()) for one in schedule.transfers)
+    for value, gone, back in on_host:
+        live[gone:back] -= graph.sizes[value]
+    return Liveness(live, lives, overwritten, on_host)
 
 
 def overwritten_operands(schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], int]:

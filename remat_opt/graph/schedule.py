@@ -23,16 +23,44 @@ class Run:
     recomputed: bool = False
 
 
+@dataclasses.dataclass(frozen=True, slots=True, order=True)
+class Transfer:
+    """A value's way to the host's memory and back. Places are indices in `Schedule.order`.
+
+    The copy out begins when the value has been made. Nothing reads the value between `gone` and `back`.
+
+    Attributes:
+        gone: the copy out is done before this op runs, and the buffer is free.
+        back: the copy back begins before this op runs, into a buffer of its own.
+        value: the value.
+    """
+
+    gone: int
+    back: int
+    value: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """The runs of a whole step. Every op of the graph stands in exactly one run that is not recomputed."""
+    """The runs of a whole step. Every op of the graph stands in exactly one run that is not recomputed.
+
+    Attributes:
+        runs: in order.
+        transfers: values that are in the host's memory for a time, each at most once, by the places where they go.
+    """
 
     runs: tuple[Run, ...]
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def order(self) -> tuple[int, ...]:
         """All ops as they run, repeats included."""
         return tuple(itertools.chain.from_iterable(run.ops for run in self.runs))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing is recomputed and nothing goes to the host."""
+        return not self.transfers and not any(run.recomputed for run in self.runs)
 
     @property
     def recomputed(self) -> tuple[int, ...]:

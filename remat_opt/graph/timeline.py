@@ -10,6 +10,7 @@ import dataclasses
 
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.graph.transfers import first_reads
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -19,7 +20,8 @@ class Crossing:
     Attributes:
         reads: values that the run's ops read and do not make themselves.
         makes: values that the run makes and that are read later.
-        waits: values made since the recomputed run before this one and still to be read: the cotangents.
+        waits: values made since the recomputed run before this one and still to be read: the cotangents. Values that
+            are in the host's memory, or on their way back and not read yet, are not among them.
         window: older values that the ops between this and the next recomputed run read; they are read behind the
             barrier, so that no work on them can be done before it.
     """
@@ -58,16 +60,19 @@ def timeline(graph: Graph, schedule: Schedule) -> tuple[Stage, ...]:
     live_after = _live_after(graph, schedule)
     stages = []
     fresh: dict[int, None] = {}  # made since the last recomputed run, in order
+    needed, start = first_reads(graph, schedule), 0
     for index, run in enumerate(schedule.runs):
         made = dict.fromkeys(value for op in run.ops for value in graph.ops[op].outputs)
+        away = {one.value for one, read in needed.items() if one.gone <= start and start + len(run.ops) <= read}
+        start += len(run.ops)
         if not run.recomputed:
             fresh.update(made)
             stages.append(Stage(run, None))
             continue
         reads = tuple(_outside_reads(graph, run))
         makes = tuple(value for value in made if value in live_after[index])
-        waits = tuple(value for value in fresh if value in live_after[index] and value not in made)
-        window = _window(graph, schedule, index, {*made, *fresh})
+        waits = tuple(value for value in fresh if value in live_after[index] - away and value not in made)
+        window = _window(graph, schedule, index, {*made, *fresh, *away})
         stages.append(Stage(run, Crossing(reads, makes, waits, window)))
         fresh = {}
     return tuple(stages)

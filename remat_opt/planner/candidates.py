@@ -59,7 +59,7 @@ class Candidate:
     @property
     def is_unchanged(self) -> bool:
         """Whether nothing is changed."""
-        return not self.prepared.is_rewritten and not self.solution.schedule.recomputed
+        return not self.prepared.is_rewritten and self.solution.schedule.is_plain
 
     def is_the_same_as(self, other: Candidate) -> bool:
         """Whether both candidates emit the same step."""

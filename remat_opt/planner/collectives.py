@@ -149,8 +149,7 @@ def _values(equation: Equation) -> list[int]:
 def _pinned(prepared: Prepared, pinned: frozenset[Path]) -> Prepared:
     """The same step, in which some values are not recomputed."""
     program = dataclasses.replace(prepared.captured.program, pinned=pinned)
-    again = prepare(dataclasses.replace(prepared.captured, program=program), prepared.target)
-    return dataclasses.replace(again, seconds=prepared.seconds)
+    return prepared.of_program(program)
 
 
 def note_explicit_collectives(decision: Decision) -> Decision:

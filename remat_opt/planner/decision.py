@@ -148,6 +148,7 @@ class Planner:
             rewritten=prepared.is_reformed,
             reordered=prepared.reordered,
             chunks=prepared.chunks,
+            transfers=solution.schedule.transfers,
         )
         return Decision(prepared, solution, plan)
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Graph
-from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.graph.schedule import Run, Schedule, Transfer
+from remat_opt.graph.transfers import check_transfers
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.options import MOST_KINDS
 from remat_opt.loops.pairs import Pair
@@ -100,6 +101,7 @@ class Plan:
         reordered: nothing is recomputed and no operation differs, but the step is emitted in our order, which alone
             saves memory.
         chunks: into how many the batch is split; 0 where it is not.
+        transfers: values that are in the host's memory for a time, by their places in the schedule.
     """
 
     fingerprint: str
@@ -124,17 +126,19 @@ class Plan:
     rewritten: bool = False
     reordered: bool = False
     chunks: int = 0
+    transfers: tuple[Transfer, ...] = ()
 
     @property
     def is_plain(self) -> bool:
         """Whether nothing is changed: the step runs unchanged."""
-        recomputes = any(run.recomputed for run in self.runs)
-        return not (recomputes or self.loops or self.loop_bodies or self.rewritten or self.reordered)
+        changes = self.transfers or any(run.recomputed for run in self.runs)
+        return not (changes or self.loops or self.loop_bodies or self.rewritten or self.reordered)
 
     @functools.cached_property
     def schedule(self) -> Schedule:
         """The order of all ops, with repeats. Of a plan that somebody else wrote ask `schedule_for`."""
-        return Schedule(tuple(Run(_from_ranges(run.ranges), run.recomputed) for run in self.runs))
+        runs = tuple(Run(_from_ranges(run.ranges), run.recomputed) for run in self.runs)
+        return Schedule(runs, self.transfers)
 
     def schedule_for(self, graph: Graph) -> Schedule:
         """The schedule, after it was compared with the program that it is to be used on.
@@ -159,6 +163,7 @@ class Plan:
         in_order = [op for run in schedule.runs if not run.recomputed for op in run.ops if op in once]
         if in_order != sorted(in_order):
             raise ValueError("schedule, which changes the order of operations that may run only once")
+        check_transfers(graph, schedule)
         return schedule
 
     @property
@@ -184,6 +189,7 @@ class Plan:
             "loops": [{"pair": at, **dataclasses.asdict(loop)} for at, loop in self.loops],
             **{name: True for name, field in _MARKS.items() if getattr(self, field)},
             **({"chunks": self.chunks} if self.chunks else {}),
+            **({"transfers": [dataclasses.asdict(one) for one in self.transfers]} if self.transfers else {}),
         }
         document["schedule_digest"] = _digest_of_schedule(document)
         return json.dumps(document, indent=1, default=sorted)
@@ -230,6 +236,7 @@ class Plan:
         values |= {"inputs": tuple(document["inputs"]), "saved": tuple(document["saved"])}
         values |= {field: name in document for name, field in _MARKS.items()}
         values |= {"chunks": document.get("chunks", 0)}
+        values |= {"transfers": tuple(Transfer(**one) for one in document.get("transfers", ()))}
         return cls(
             **values,
             choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),
@@ -316,7 +323,7 @@ def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
 def _digest_of_schedule(document: dict[str, Any]) -> str:
     """Of all that says how the step is written."""
     parts = [document[name] for name in ("choice", "schedule", "loops")]
-    parts += [{name: document[name]} for name in (*_MARKS, "chunks") if name in document]
+    parts += [{name: document[name]} for name in (*_MARKS, "chunks", "transfers") if name in document]
     return hashlib.sha256(json.dumps(parts, default=sorted).encode()).hexdigest()[:16]
 
 

@@ -121,7 +121,7 @@ def figures_of(cls: type, left_out: Iterable[str] = ()) -> Check:
 COLLECTIVES = record(
     {"arrays": whole(), "gathers": whole(), "recomputed": list_of(list_of(whole()))}, left_out=("gathers",)
 )
-FIGURES = figures_of(Figures, left_out=("compiler", "note", "collectives"))
+FIGURES = figures_of(Figures, left_out=("compiler", "note", "collectives", "host_temp_bytes"))
 _IDS = list_of(whole(0, 2**31))
 _CHUNKS = record({"number": whole(1, 2**31), "steps": whole(1, 2**31), "in_chunk": _IDS})
 _LOOP = record(
@@ -163,8 +163,9 @@ def document(schema: int, predicted: type) -> Check:
             "inside_loops": optional(SHARE),
             **dict.fromkeys(("gathers_once", "rewritten", "in_our_order"), MARK),
             "chunks": whole(2, 2**31),
+            "transfers": list_of(record(dict.fromkeys(("gone", "back", "value"), whole(0, 2**31)))),
         },
-        left_out=("gathers_once", "rewritten", "in_our_order", "chunks"),
+        left_out=("gathers_once", "rewritten", "in_our_order", "chunks", "transfers"),
     )
 
 

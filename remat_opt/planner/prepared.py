@@ -39,6 +39,7 @@ class Prepared:
         loops: the choices for the loops.
         reordered: emit the step even if nothing is recomputed, to fix its order for the compiler.
         chunks: into how many the batch is split; 0 where it is not.
+        offloads: whether values may go to the host's memory.
     """
 
     captured: Captured
@@ -49,6 +50,7 @@ class Prepared:
     loops: LoopChoices | None = None
     reordered: bool = False
     chunks: int = 0
+    offloads: bool = False
 
     @property  # not cached: the copy caches this step as its original, and the two would keep each other alive
     def ordered(self) -> Prepared:
@@ -91,8 +93,7 @@ class Prepared:
         )
         if program is original:
             return self._replace(loops=loops)
-        again = prepare(dataclasses.replace(self.captured, program=program), self.target)
-        return dataclasses.replace(again, seconds=self.seconds, original=self, loops=loops, chunks=self.chunks)
+        return self.of_program(program, original=self, loops=loops, chunks=self.chunks)
 
     @functools.cached_property
     def batch(self) -> Batch | None:
@@ -106,8 +107,7 @@ class Prepared:
             chunks: how many, one of `self.batch.numbers`.
         """
         assert self.batch is not None
-        again = prepare(dataclasses.replace(self.captured, program=self.batch.split(chunks)), self.target)
-        return dataclasses.replace(again, seconds=self.seconds, original=self, chunks=chunks)
+        return self.of_program(self.batch.split(chunks), original=self, chunks=chunks)
 
     def step_search(self) -> SearchedSteps:
         """Schedules for the steps of its loops."""
@@ -122,9 +122,12 @@ class Prepared:
         """The same step, in which inputs that devices gather are not gathered again for what is recomputed."""
         if once == self.captured.program.gathers_once:
             return self
-        program = dataclasses.replace(self.captured.program, gathers_once=once)
+        return self.of_program(dataclasses.replace(self.captured.program, gathers_once=once))
+
+    def of_program(self, program: Program, **changes: Any) -> Prepared:
+        """The same step with another program."""
         again = prepare(dataclasses.replace(self.captured, program=program), self.target)
-        return dataclasses.replace(again, seconds=self.seconds)
+        return dataclasses.replace(again, seconds=self.seconds, offloads=self.offloads, **changes)
 
     @property
     def is_divided(self) -> bool:
@@ -194,7 +197,7 @@ class Prepared:
     @functools.cached_property
     def problem(self) -> Problem:
         """The graph as the searches see it."""
-        return Problem(self.bridge.graph)
+        return Problem(self.bridge.graph, host_bandwidth=self.target.host_bandwidth if self.offloads else None)
 
     @functools.cached_property
     def fingerprint(self) -> str:

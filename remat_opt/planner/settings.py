@@ -24,6 +24,7 @@ class Settings:
     on_error: str
     repeat_collectives: bool = False
     split: int | None = 0  # None: as the budget says
+    offload: bool = False
 
 
 def check_settings(
@@ -37,6 +38,7 @@ def check_settings(
     on_error: str = "raise",
     repeat_collectives: bool = False,
     split: bool | int | str = False,
+    offload: bool = False,
 ) -> Settings:
     """Read and check what a user wrote; see `optimize` for the errors."""
     if solver not in SOLVERS:
@@ -63,7 +65,29 @@ def check_settings(
         on_error,
         repeat_collectives,
         check_split(split),
+        check_offload(offload, None if target is None else resolve_target(target)),
     )
+
+
+def check_offload(offload: bool, target: Target | None) -> bool:
+    """What a user wrote.
+
+    Args:
+        offload: whether values may go to the host's memory.
+        target: the device; None where it is not known yet.
+
+    Raises:
+        ValueError: there is no bandwidth to move them at. (On a CPU nothing can move, and a warning says so.)
+    """
+    if not isinstance(offload, bool):
+        raise ValueError(f"expected offload=True or offload=False, got offload={offload!r}")
+    if offload and target is not None and target.host_bandwidth is None and target.platform != "cpu":
+        raise ValueError(
+            f"expected a target with a host_bandwidth for offload=True, {target.name} has none. Write "
+            f"target=dataclasses.replace(remat_opt.targets.resolve_target({target.name!r}), host_bandwidth=25e9) with "
+            "what its host reaches, in bytes per second each way"
+        )
+    return offload
 
 
 def check_split(split: bool | int | str) -> int | None:

@@ -11,7 +11,7 @@ from remat_opt.planner.decision import Decision, Measure
 from remat_opt.planner.plan_files import saved_or_new
 from remat_opt.planner.planning import decide
 from remat_opt.planner.prepared import Prepared, prepare
-from remat_opt.planner.settings import Settings
+from remat_opt.planner.settings import Settings, check_offload
 from remat_opt.rewrites.captured import capture_traced
 from remat_opt.targets import resolve_target
 
@@ -26,10 +26,12 @@ def read_step(traced: Any, settings: Settings, options: dict[str, Any], argument
         arguments: a tree of the call's arrays or `jax.ShapeDtypeStruct`s, which say whether the step is divided.
     """
     target = resolve_target(settings.target)
+    check_offload(settings.offload, target)
     captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
     marks = "" if is_divided(captured.program, arguments, options) else None
     program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
-    return prepare(dataclasses.replace(captured, program=program), target)
+    prepared = prepare(dataclasses.replace(captured, program=program), target)
+    return dataclasses.replace(prepared, offloads=settings.offload)
 
 
 def decide_step(prepared: Prepared, settings: Settings, options: dict[str, Any], measure: Measure | None) -> Decision:

@@ -34,6 +34,7 @@ from remat_opt.search.drop_recomputation import fill
 from remat_opt.search.expensive import keep_expensive_results
 from remat_opt.search.forward import forward_backward_boundary
 from remat_opt.search.local_search import descend, lower, shorten
+from remat_opt.search.offload import OffloadSearch
 from remat_opt.search.problem import Problem, Solution, memory_first, pareto_front, time_first
 from remat_opt.search.progress import report_progress
 from remat_opt.search.structures import SHARE_OF_STRUCTURES, SOME_OPS, Structures
@@ -59,9 +60,14 @@ def solve(problem: Problem, budget: int | None) -> Solution:
     return search.minimum_memory if budget is None else search.within(budget)
 
 
-def search_of(problem: Problem) -> Search:
+def search_of(problem: Problem) -> Search | OffloadSearch:
     """The problem's search, made once."""
-    return problem.cached("auto", lambda: Search(problem))
+
+    def make() -> Search | OffloadSearch:
+        search = Search(problem)
+        return search if problem.host_bandwidth is None else OffloadSearch(problem, search)
+
+    return problem.cached("auto", make)
 
 
 def _different(solutions: Iterable[Solution]) -> list[Solution]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import Liveness, simulate, stable_order
 from remat_opt.graph.schedule import Run, Schedule
+from remat_opt.graph.transfers import stalls
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -22,10 +24,12 @@ class Problem:
     Attributes:
         graph: the step.
         memo: what searches keep from one budget to the next, by name.
+        host_bandwidth: bytes per second each way to the host's memory; None where no value may go there.
     """
 
     graph: Graph
     memo: dict[str, Any] = dataclasses.field(default_factory=dict)
+    host_bandwidth: float | None = None
 
     @functools.cached_property
     def order(self) -> tuple[int, ...]:
@@ -60,9 +64,10 @@ class Problem:
             schedule: any schedule of the graph with first runs in `order`.
             choice: what it came from.
         """
-        return Solution(
-            self.graph, choice, schedule, simulate(self.graph, schedule), schedule.extra_seconds(self.graph)
-        )
+        seconds = schedule.extra_seconds(self.graph)
+        if schedule.transfers:
+            seconds += stalls(self.graph, schedule, self.host_bandwidth or math.inf)
+        return Solution(self.graph, choice, schedule, simulate(self.graph, schedule), seconds)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -117,12 +122,14 @@ class Occurrences:
 class Solution:
     """A schedule with what the liveness model says of it (bytes) and its estimated extra time (seconds).
 
+    `Solution.extra_seconds` has what is recomputed, and what waits for copies to and from the host.
+
     Attributes:
         graph: the step.
         origin: the choice that it came from.
         schedule: all ops in order.
         liveness: its buffers.
-        extra_seconds: of its repeats.
+        extra_seconds: of its repeats and stalls.
     """
 
     graph: Graph

@@ -35,6 +35,7 @@ class Figures:
         collectives: what the devices send each other; None for a program of one device.
         recomputed_by_xla: how many instructions the compiler recomputes on its own, to save memory.
         xla_limit_bytes: temporary memory above which it does so; None where that is not known.
+        host_temp_bytes: buffers in the host's memory that live only inside the program.
     """
 
     temp_bytes: int
@@ -53,6 +54,7 @@ class Figures:
     collectives: Collectives | None = None
     recomputed_by_xla: int = 0
     xla_limit_bytes: int | None = None
+    host_temp_bytes: int = 0
 
     @property
     def physical_peak_bytes(self) -> int:
@@ -71,7 +73,7 @@ class Figures:
             ValueError: a field is missing or is not known.
         """
         known = {field.name for field in fields(cls)}
-        required = known - {"compiler", "note", "collectives", "recomputed_by_xla", "xla_limit_bytes"}
+        required = known - {"compiler", "note", "collectives", "recomputed_by_xla", "xla_limit_bytes", "host_temp_bytes"}
         if not required <= set(values) <= known:
             raise ValueError(
                 f"figures have the fields {sorted(known)}; missing {sorted(required - set(values))}, not known "

@@ -55,6 +55,7 @@ def compiled_figures(compiled: Any, platform: str, compile_seconds: float) -> di
         "argument_bytes": int(memory.argument_size_in_bytes),
         "output_bytes": int(memory.output_size_in_bytes),
         "alias_bytes": int(memory.alias_size_in_bytes),
+        "host_temp_bytes": int(getattr(memory, "host_temp_size_in_bytes", 0)),
         "generated_code_bytes": int(memory.generated_code_size_in_bytes),
         # XLA answers -1 where it did not count.
         "flops": float(flops) if flops is not None and flops >= 0 else None,

@@ -1,0 +1,87 @@
+"""Copies between the device and its host's memory: where they stand in a schedule, and what of them does not hide.
+
+There are two queues, one for copies out and one for copies back, each with the same bandwidth. Copies of a queue follow
+one another. They run beside the work of the schedule; what has to wait for one is time (a *stall*).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from remat_opt.graph.graph import Graph
+from remat_opt.graph.schedule import Schedule, Transfer
+
+_BEGINS_OUT, _IS_OUT, _BEGINS_BACK, _IS_BACK = range(4)  # what happens at a place, in this order
+
+
+def first_reads(graph: Graph, schedule: Schedule) -> dict[Transfer, int]:
+    """For each transfer the place of the op that reads its value first after the copy back has begun."""
+    if not schedule.transfers:
+        return {}
+    reads: dict[int, list[int]] = {one.value: [] for one in schedule.transfers}
+    for place, op in enumerate(schedule.order):
+        for value in reads.keys() & graph.ops[op].inputs:
+            reads[value].append(place)
+    end = len(schedule.order)
+    return {one: min((read for read in reads[one.value] if read >= one.back), default=end) for one in schedule.transfers}
+
+
+def stalls(graph: Graph, schedule: Schedule, bandwidth: float) -> float:
+    """Seconds that the work of a schedule waits for its copies.
+
+    Args:
+        graph: the step.
+        schedule: with transfers.
+        bandwidth: bytes per second of each of the two queues.
+    """
+    needed = first_reads(graph, schedule)
+    place_of = {op: place for place, op in reversed([*enumerate(schedule.order)])}
+    made = {one.value: place_of[graph.producer[one.value]] for one in needed}
+    seconds = np.concatenate([[0.0], np.cumsum(graph.op_seconds[np.array(schedule.order, dtype=np.int64)])])
+    late = out_free = back_free = 0.0
+    done: dict[int, float] = {}
+    events = [(made[one.value] + 1, _BEGINS_OUT, one.value) for one in needed]
+    events += [(one.gone, _IS_OUT, one.value) for one in needed]
+    events += [(one.back, _BEGINS_BACK, one.value) for one in needed]
+    events += [(read, _IS_BACK, one.value) for one, read in needed.items()]
+    for place, what, value in sorted(events):
+        now = float(seconds[place]) + late
+        if what == _BEGINS_OUT:
+            out_free = done[value] = max(out_free, now) + graph.sizes[value] / bandwidth
+        elif what == _BEGINS_BACK:
+            back_free = done[value] = max(back_free, now) + graph.sizes[value] / bandwidth
+        else:
+            late += max(done[value] - now, 0.0)
+    return late
+
+
+def check_transfers(graph: Graph, schedule: Schedule) -> None:
+    """Compare transfers with the schedule that they are part of.
+
+    Raises:
+        ValueError: a value goes twice, is none that an op makes, or is read or made while it is away; a place lies
+            inside a recomputed run.
+    """
+    order = schedule.order
+    allowed = {*places(schedule)}
+    values = [one.value for one in schedule.transfers]
+    if len({*values}) < len(values):
+        raise ValueError("transfers, expected each value at most once")
+    for one in schedule.transfers:
+        if not {one.gone, one.back} <= allowed or not 0 < one.gone < one.back:
+            raise ValueError(f"transfers, expected places in first runs, the way back later, found {one}")
+        if not 0 <= one.value < len(graph.sizes) or graph.producer[one.value] not in order[: one.gone]:
+            raise ValueError(f"transfers, expected a value that is made before it goes, found {one}")
+        between = order[one.gone : one.back]
+        if any(one.value in (*graph.ops[op].inputs, *graph.ops[op].outputs) for op in between):
+            raise ValueError(f"transfers, expected a value that nothing reads while it is away, found {one}")
+
+
+def places(schedule: Schedule) -> Iterable[int]:
+    """Where transfers may go and come back: at ops of first runs, and at the first op of a recomputed one."""
+    start = 0
+    for run in schedule.runs:
+        yield from (start,) if run.recomputed else range(start, start + len(run.ops))
+        start += len(run.ops)
