@@ -50,5 +50,5 @@ class HostCopies:
     def bring_back(self, place: int, environment: dict[int, Any]) -> list[int]:
         """Begin the copies back, of values that the environment has from then on."""
         for value in self.back.get(place, ()):
-            environment[value] = jax.device_put(environment.pop(~value), jax.memory.Space.Device)
+            environment[value] = jax.device_put(environment[~value], jax.memory.Space.Device)
         return self.back.get(place, [])

@@ -27,7 +27,8 @@ class Run:
 class Transfer:
     """A value's way to the host's memory and back. Places are indices in `Schedule.order`.
 
-    The copy out begins when the value has been made. Nothing reads the value between `gone` and `back`.
+    The copy out begins when the value has been made; of a value that goes again, it is there already. Nothing reads the
+    value between `gone` and `back`.
 
     Attributes:
         gone: the copy out is done before this op runs, and the buffer is free.
@@ -46,7 +47,7 @@ class Schedule:
 
     Attributes:
         runs: in order.
-        transfers: values that are in the host's memory for a time, each at most once, by the places where they go.
+        transfers: values that are in the host's memory for a time, by the places where they go.
     """
 
     runs: tuple[Run, ...]

@@ -42,7 +42,7 @@ def stalls(graph: Graph, schedule: Schedule, bandwidth: float) -> float:
     seconds = np.concatenate([[0.0], np.cumsum(graph.op_seconds[np.array(schedule.order, dtype=np.int64)])])
     late = out_free = back_free = 0.0
     done: dict[int, float] = {}
-    events = [(made[one.value] + 1, _BEGINS_OUT, one.value) for one in needed]
+    events = [(made[value] + 1, _BEGINS_OUT, value) for value in {one.value: None for one in needed}]
     events += [(one.gone, _IS_OUT, one.value) for one in needed]
     events += [(one.back, _BEGINS_BACK, one.value) for one in needed]
     events += [(read, _IS_BACK, one.value) for one, read in needed.items()]
@@ -61,15 +61,16 @@ def check_transfers(graph: Graph, schedule: Schedule) -> None:
     """Compare transfers with the schedule that they are part of.
 
     Raises:
-        ValueError: a value goes twice, is none that an op makes, or is read or made while it is away; a place lies
+        ValueError: a value is none that an op makes, goes while it is away, or is read or made then; a place lies
             inside a recomputed run.
     """
     order = schedule.order
     allowed = {*places(schedule)}
-    values = [one.value for one in schedule.transfers]
-    if len({*values}) < len(values):
-        raise ValueError("transfers, expected each value at most once")
-    for one in schedule.transfers:
+    back: dict[int, int] = {}
+    for one in sorted(schedule.transfers):
+        if one.gone <= back.get(one.value, 0):
+            raise ValueError(f"transfers, expected a value that has come back, found {one}")
+        back[one.value] = one.back
         if not {one.gone, one.back} <= allowed or not 0 < one.gone < one.back:
             raise ValueError(f"transfers, expected places in first runs, the way back later, found {one}")
         if not 0 <= one.value < len(graph.sizes) or graph.producer[one.value] not in order[: one.gone]:

@@ -1,45 +1,57 @@
-"""Moves saved values to the host's memory: a third choice beside saving and recomputing them.
+"""Saved values in the host's memory: a third choice beside saving and recomputing them.
 
-`move_out` takes a schedule to a budget as a cache would that knows the future: at the first op at which more is live
-than the budget allows, the buffer goes that is read last (Belády 1966), and so on to the end of the step. Copies out
-begin as soon as a value is made. Copies back begin as late as they can and still hide, and where there is room.
+1. `Stays.hidden` and `Stays.until` choose, in a schedule that recomputes, saved values that go to the host: those that
+   nothing reads for the longest time, as many as can be copied beside the work; and then, while more is live than the
+   budget allows, the one that is read last (Belády 1966).
+2. A value with a copy on the host is recomputed by fetching the copy. So the schedule is continued on a graph in which
+   each of these values has an op that fetches it (`Fetches`): `drop_recomputation.fill` drops repeats, as in any
+   schedule, and fetches last, as they take least time.
+3. Fetches become transfers of the original graph (`Placing`). Copies out begin as soon as a value is made and copies
+   back early enough to hide, where there is room. What does not hide is a stall; it counts like recomputation
+   (`Solution.extra_seconds`).
 
-`OffloadSearch` asks for that from all schedules of the frontier. Those that recompute little have more to move, those
-that recompute much have less; the least time wins, stalls and recomputation counted alike (`Solution.extra_seconds`).
+`OffloadSearch` does so from schedules for the budget and above it, and takes the least time.
 
-Gaps: a value goes to the host once, in the longest time in which it is not read; values that are recomputed do not go.
+Gaps: the first step knows nothing of recomputation, the second does not add transfers; values that the schedule
+recomputes, and those of ops with several results, do not go.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from remat_opt.graph.schedule import Schedule, Transfer
+from remat_opt.graph.derive import Choice
+from remat_opt.graph.graph import Graph, Kind, Op
+from remat_opt.graph.schedule import Run, Schedule, Transfer, join_runs
 from remat_opt.graph.transfers import places
 from remat_opt.search.caching import cached_method
+from remat_opt.search.drop_recomputation import fill
 from remat_opt.search.problem import Problem, Solution, memory_first, pareto_front, time_first
 
 SMALLEST = 1 << 20  # bytes: a smaller copy takes about as long as it takes to start one
-_LEVELS = (0.25, 0.5, 0.75, 1.0, 1.5)  # times what hides in the step, above a budget: where moving out starts
-_HALVINGS = 6  # of the budgets between what takes longer than one forward pass and what does not
-_LEVELS_OF_FRONTIER = 12
+_EXPOSED = 0.02  # share of a copy's time that a fetch takes, so that what takes longer is dropped before it
+_SHARES = (0.0, 0.4, 0.7, 1.0)  # of what hides
+_FOR_COPIES = 0.95  # of a budget is filled: copies on their way back need room, too
+_LEVELS = (0.5, 1.0)  # times what hides, above a budget: schedules to start from
+_HALVINGS = 6  # of the peak, for the least memory
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Gap:
-    """The longest time in which nothing reads a buffer.
+class Stay:
+    """A time in which a value may be on the host. Places are indices in `Schedule.order`.
 
     Attributes:
-        value: the buffer's value.
-        size: in bytes.
+        value: the value.
+        size: its bytes.
         made: the place of the op that makes it.
-        start: of the first op after the last one that makes or reads it.
-        stop: where it has to be back: before the next op that reads it.
+        start: the first place after the last read of its buffer.
+        stop: the last place before the next read.
     """
 
     value: int
@@ -49,107 +61,222 @@ class _Gap:
     stop: int
 
 
-class _Moves:
-    """The places of one schedule, its gaps, and what is live at each place."""
+class Timeline:
+    """The places of some runs with their time."""
 
-    def __init__(self, problem: Problem, solution: Solution):
-        graph, schedule, lives = problem.graph, solution.schedule, solution.liveness.lives
-        occurrences = solution.occurrences
-        self.bandwidth = problem.host_bandwidth or 0.0
-        self.position = occurrences.position
-        self.seconds = np.concatenate([[0.0], np.cumsum(graph.op_seconds[occurrences.op])])
-        before = np.concatenate([[-1], self.position[:-1]]) + 1  # the barrier of a recomputed run stands before its op
-        live = solution.liveness.live
-        self.live = np.maximum(live[self.position], live[before])
-        self.allowed = np.fromiter(places(schedule), dtype=np.int64)
-        self.gaps = self._gaps(graph, lives, occurrences)
+    def __init__(self, graph: Graph, runs: tuple[Run, ...]):
+        self.graph = graph
+        self.schedule = Schedule(runs)
+        self.order = np.array(self.schedule.order, dtype=np.int64)
+        self.seconds = np.concatenate([[0.0], np.cumsum(graph.op_seconds[self.order])])
+        self.allowed = np.fromiter(places(self.schedule), dtype=np.int64)
 
-    def _gaps(self, graph, lives, occurrences) -> list[_Gap]:
-        place_of = np.full(int(self.position[-1]) + 2, len(self.position))
-        place_of[self.position] = np.arange(len(self.position))
-        fits = (lives.size >= SMALLEST) & (lives.read_counts > 0)
-        fits[: len(graph.inputs)] = False
-        outputs, found = {*graph.outputs}, []
-        for index in np.flatnonzero(fits).tolist():
-            value, made = int(lives.value[index]), int(place_of[lives.birth[index]])
-            if value in outputs or occurrences.recomputed[made]:
-                continue
-            reads = lives.reads[lives.reads_start[index] : lives.reads_start[index + 1]]
-            events = np.concatenate([[made], place_of[reads]])
-            longest = int(np.argmax(self.seconds[events[1:]] - self.seconds[events[:-1] + 1]))
-            start, stop = int(events[longest]) + 1, self.allowed_before(int(events[longest + 1]))
-            if self.allowed_after(start) < stop:
-                found.append(_Gap(value, int(lives.size[index]), made, self.allowed_after(start), stop))
-        return found
-
-    def allowed_before(self, place: int) -> int:
+    def last_until(self, place: int) -> int:
         """The last place up to this one at which a copy may begin or end."""
-        return int(self.allowed[np.searchsorted(self.allowed, place, side="right") - 1])
+        return int(self.allowed[max(np.searchsorted(self.allowed, place, side="right") - 1, 0)])
 
-    def allowed_after(self, place: int) -> int:
+    def first_from(self, place: int) -> int:
         """The first such place from this one on."""
         at = np.searchsorted(self.allowed, place)
-        return int(self.allowed[at]) if at < len(self.allowed) else len(self.position)
+        return int(self.allowed[at]) if at < len(self.allowed) else len(self.order)
 
-    def choose(self, budget: int) -> dict[_Gap, int] | None:
-        """Gaps that are to be used, each with the place before which its copy out has to be done."""
-        live, waiting, chosen = self.live.copy(), sorted(self.gaps, key=lambda gap: gap.start), {}
-        there: list[_Gap] = []
-        over = np.flatnonzero(live > budget)
-        while len(over):
+    def touches(self, values: Iterable[int]) -> dict[int, list[int]]:
+        """Where each value is made and read."""
+        found: dict[int, list[int]] = {value: [] for value in values}
+        for place, op in enumerate(self.order.tolist()):
+            for value in found.keys() & {*self.graph.ops[op].inputs, *self.graph.ops[op].outputs}:
+                found[value].append(place)
+        return found
+
+    def stay(self, value: int, made: int, before: int, after: int) -> Stay:
+        """From one touch to the next."""
+        size = self.graph.sizes[value]
+        return Stay(value, size, made, self.first_from(before + 1), self.last_until(after))
+
+    def idle(self, stay: Stay) -> float:
+        """Seconds in which nothing reads the value."""
+        return float(self.seconds[stay.stop] - self.seconds[stay.start]) if stay.start < stay.stop else 0.0
+
+    def live(self, solution: Solution) -> np.ndarray:
+        """Bytes that are live at each place of a schedule with these runs."""
+        position = solution.occurrences.position
+        before = np.concatenate([[-1], position[:-1]]) + 1  # the barrier of a recomputed run stands before its op
+        return np.maximum(solution.liveness.live[position], solution.liveness.live[before])
+
+
+class Stays:
+    """The values of a schedule that may go to the host, each for the longest time in which nothing reads it."""
+
+    def __init__(self, solution: Solution):
+        graph = solution.graph
+        self.timeline = Timeline(graph, solution.schedule.runs)
+        self.live = self.timeline.live(solution)
+        again, outputs = {*solution.schedule.recomputed}, {*graph.outputs}
+        values = [
+            op.outputs[0]
+            for index, op in enumerate(graph.ops)
+            if len(op.outputs) == 1 and index not in again and graph.sizes[op.outputs[0]] >= SMALLEST
+        ]
+        self.every: list[Stay] = []
+        for value, touches in self.timeline.touches(set(values) - outputs).items():
+            pairs = itertools.pairwise(touches)
+            stays = [self.timeline.stay(value, touches[0], before, after) for before, after in pairs]
+            longest = max(stays, key=self.timeline.idle, default=None)
+            if longest is not None and longest.start < longest.stop:
+                self.every.append(longest)
+        self.every.sort(key=lambda stay: (-self.timeline.idle(stay), stay.value))
+
+    def hidden(self, room: float) -> list[Stay]:
+        """The stays of longest time, of so many bytes."""
+        found = []
+        for stay in self.every:
+            if stay.size <= room:
+                room -= stay.size
+                found.append(stay)
+        return found
+
+    def until(self, budget: int, chosen: Sequence[Stay]) -> list[Stay] | None:
+        """Some stays, and more until no more is live than a budget allows; None where that cannot be reached."""
+        live, found, there = self.live.copy(), [*chosen], []
+        for stay in chosen:
+            live[stay.start : stay.stop] -= stay.size
+        waiting = sorted((stay for stay in self.every if stay not in {*chosen}), key=lambda stay: -stay.start)
+        while len(over := np.flatnonzero(live > budget)):
             place = int(over[0])
-            while waiting and waiting[0].start <= place:
-                there.append(waiting.pop(0))
-            there = [gap for gap in there if gap.stop > place]
+            while waiting and waiting[-1].start <= place:
+                there.append(waiting.pop())
+            there = [stay for stay in there if stay.stop > place]
             if not there:
                 return None
-            gap = max(there, key=lambda gap: (gap.stop, gap.size, gap.value))
-            there.remove(gap)
-            chosen[gap] = self.allowed_before(place)
-            live[max(chosen[gap], gap.start) : gap.stop] -= gap.size
-            over = np.flatnonzero(live > budget)
-        return chosen
-
-    def transfers(self, chosen: dict[_Gap, int], budget: int) -> tuple[Transfer, ...]:
-        """Copies out as early as they are done, but in time; copies back as late as they hide, but where there is
-        room."""
-        gone, free = {}, 0.0
-        for gap in sorted(chosen, key=lambda gap: gap.made):
-            free = max(free, float(self.seconds[gap.made + 1])) + gap.size / self.bandwidth
-            done = int(np.searchsorted(self.seconds, free))
-            gone[gap] = max(gap.start, min(self.allowed_after(done), chosen[gap]))
-        live = self.live.copy()
-        for gap in chosen:
-            live[gone[gap] : gap.stop] -= gap.size
-        found, free = [], np.inf
-        for gap in sorted(chosen, key=lambda gap: -gap.stop):
-            free = min(free, float(self.seconds[gap.stop])) - gap.size / self.bandwidth
-            begin = self.allowed_before(max(int(np.searchsorted(self.seconds, free, side="right")) - 1, 0))
-            full = np.flatnonzero(live[gone[gap] : gap.stop] + gap.size > budget)
-            first = gone[gap] + int(full[-1]) + 1 if len(full) else gone[gap] + 1
-            back = max(begin, self.allowed_after(first))
-            if back < gap.stop:
-                live[back : gap.stop] += gap.size
-            found.append(Transfer(gone[gap], min(back, gap.stop), gap.value))
-        return tuple(sorted(found))
+            last = max(there, key=lambda stay: (stay.stop, stay.size, stay.value))
+            there.remove(last)
+            found.append(last)
+            live[last.start : last.stop] -= last.size
+        return found
 
 
-def move_out(problem: Problem, solution: Solution, budget: int) -> Solution | None:
-    """A schedule with values moved to the host until it fits a budget; None where too few can be moved.
+class Fetches:
+    """A graph in which some values are fetched from the host where they are made again.
+
+    The op that makes such a value makes its copy on the host, which takes no memory of the device, and an op right
+    after it makes the value of that copy.
 
     Args:
-        problem: with the bandwidth of the host's memory.
-        solution: a schedule without transfers.
-        budget: of live bytes.
+        graph: the step.
+        values: made by ops with one result, and no results of the step.
+        bandwidth: bytes per second of the copies.
     """
-    if not solution.schedule.runs:
-        return None
-    moves = problem.cached(f"moves {id(solution)}", lambda: (solution, _Moves(problem, solution)))[1]
-    chosen = moves.choose(budget)
-    if chosen is None:
-        return None
-    schedule = Schedule(solution.schedule.runs, moves.transfers(chosen, budget))
-    return problem.scheduled(schedule, solution.choice)
+
+    def __init__(self, graph: Graph, values: Sequence[int], bandwidth: float):
+        host = {value: len(graph.sizes) + number for number, value in enumerate(values)}
+        self.op_of: list[int] = []  # of each op the original one; of a fetch the value, inverted
+        ops: list[Op] = []
+        for index, op in enumerate(graph.ops):
+            self.op_of.append(index)
+            value = op.outputs[0] if op.outputs else -1
+            if value not in host:
+                ops.append(op)
+                continue
+            room = 0 if graph.overwritable_by(op) else graph.sizes[value]
+            ops.append(
+                dataclasses.replace(op, outputs=(host[value],), workspace=op.workspace + room, repeatable=False)
+            )
+            seconds = _EXPOSED * graph.sizes[value] / bandwidth
+            ops.append(Op((host[value],), (value,), Kind.ELEMENTWISE, seconds=seconds, name="fetch"))
+            self.op_of.append(~value)
+        sizes = (*graph.sizes, *(0 for _ in values))
+        self.problem = Problem(dataclasses.replace(graph, sizes=sizes, ops=tuple(ops)))
+        self.new = {old: new for new, old in enumerate(self.op_of)}
+
+    def schedule(self, runs: Sequence[Run], stays: Sequence[Stay]) -> Schedule:
+        """The runs of the original graph with a fetch where each stay ends."""
+        ending: dict[int, list[int]] = {}
+        for stay in stays:
+            ending.setdefault(stay.stop, []).append(self.new[~stay.value])
+        found: list[Run] = []
+        place = 0
+        for run in runs:
+            ops: list[int] = []
+            for op in run.ops:
+                fetches = ending.get(place, [])
+                if fetches and not run.recomputed:
+                    found += [Run(tuple(ops)), Run(tuple(fetches), recomputed=True)]
+                    ops = []
+                elif fetches:
+                    ops = [*fetches, *ops]  # at its beginning, where alone copies may end
+                ops += range(self.new[op], self.new.get(op + 1, len(self.op_of)))  # with the fetch of its result
+                place += 1
+            found.append(Run(tuple(ops), run.recomputed))
+        return join_runs(found)
+
+    def original(self, schedule: Schedule) -> tuple[tuple[Run, ...], list[tuple[int, int]]]:
+        """The runs of the original graph, and the fetches: each value with the place before which it is made again."""
+        runs, fetched, place = [], [], 0
+        for run in schedule.runs:
+            ops = tuple(self.op_of[op] for op in run.ops)
+            if run.recomputed:
+                fetched += [(~op, place) for op in ops if op < 0]
+            runs.append(Run(tuple(op for op in ops if op >= 0), run.recomputed))
+            place += len(runs[-1].ops)
+        return join_runs(runs).runs, fetched
+
+
+class Placing:
+    """Where the copies of one schedule stand.
+
+    Args:
+        problem: the step, with the bandwidth of the host's memory.
+        runs: of the schedule.
+        fetched: values with the places before which they are made again.
+    """
+
+    def __init__(self, problem: Problem, runs: tuple[Run, ...], fetched: Sequence[tuple[int, int]]):
+        self.problem = problem
+        self.timeline = Timeline(problem.graph, runs)
+        touches = self.timeline.touches(value for value, _ in fetched)
+        self.stays: list[Stay] = []
+        for value, place in fetched:
+            before = max(at for at in touches[value] if at < place)
+            after = min(at for at in touches[value] if at >= place)
+            stay = self.timeline.stay(value, touches[value][0], before, after)
+            if stay.start < stay.stop:
+                self.stays.append(stay)
+
+    def transfers(self, budget: int) -> tuple[Transfer, ...]:
+        """Copies out are done as early as they hide, or where the room is needed; copies back begin as late as they
+        hide, or where there is room."""
+        away = tuple(sorted(Transfer(one.start, one.stop, one.value) for one in self.stays))
+        schedule = Schedule(self.timeline.schedule.runs, away)
+        live = self.timeline.live(self.problem.scheduled(schedule, Choice()))
+        gone = self._gone(live, budget)
+        return tuple(sorted(self._back(live, budget, gone)))
+
+    def _gone(self, live: np.ndarray, budget: int) -> dict[Stay, int]:
+        timeline, bandwidth = self.timeline, self.problem.host_bandwidth or np.inf
+        found: dict[Stay, int] = {}
+        free, copied = 0.0, set()
+        for stay in sorted(self.stays, key=lambda stay: (stay.made, stay.start)):
+            if stay.value not in copied:
+                free = max(free, float(timeline.seconds[stay.made + 1])) + stay.size / bandwidth
+                copied.add(stay.value)
+            done = timeline.first_from(int(np.searchsorted(timeline.seconds, free)))
+            full = np.flatnonzero(live[stay.start : stay.stop] + stay.size > budget)
+            needed = timeline.last_until(stay.start + int(full[0])) if len(full) else stay.stop
+            found[stay] = min(max(stay.start, min(done, needed)), timeline.last_until(stay.stop - 1))
+            live[stay.start : found[stay]] += stay.size
+        return found
+
+    def _back(self, live: np.ndarray, budget: int, gone: dict[Stay, int]) -> Iterable[Transfer]:
+        timeline, bandwidth = self.timeline, self.problem.host_bandwidth or np.inf
+        free = np.inf
+        for stay in sorted(self.stays, key=lambda stay: (-stay.stop, stay.value)):
+            free = min(free, float(timeline.seconds[stay.stop])) - stay.size / bandwidth
+            begin = timeline.last_until(max(int(np.searchsorted(timeline.seconds, free, side="right")) - 1, 0))
+            full = np.flatnonzero(live[gone[stay] : stay.stop] + stay.size > budget)
+            room = timeline.first_from(gone[stay] + 1 + (int(full[-1]) if len(full) else 0))
+            back = min(max(begin, room), stay.stop)
+            live[back : stay.stop] += stay.size
+            yield Transfer(gone[stay], back, stay.value)
 
 
 class RecomputeSearch(Protocol):
@@ -158,8 +285,6 @@ class RecomputeSearch(Protocol):
     def within(self, budget: int) -> Solution: ...
     def at(self, budget: int, below: Solution) -> Solution: ...
     def is_one_pass(self, solution: Solution) -> bool: ...
-    @property
-    def is_small(self) -> bool: ...
     @property
     def low_end(self) -> list[Solution]: ...
     @property
@@ -179,12 +304,17 @@ class OffloadSearch:
 
     Args:
         problem: with the bandwidth of the host's memory.
-        recomputing: the search for schedules that only recompute.
+        recomputing: its search for schedules that only recompute.
     """
 
     def __init__(self, problem: Problem, recomputing: RecomputeSearch):
         self.problem = problem
         self.recomputing = recomputing
+
+    @property
+    def bytes_that_hide(self) -> float:
+        """What can be copied to the host in half of the step's time, and back in the other half."""
+        return 0.5 * self.problem.graph.seconds * (self.problem.host_bandwidth or 0.0)
 
     @property
     def most_barriers(self) -> Solution:
@@ -202,31 +332,37 @@ class OffloadSearch:
 
     @cached_method
     def near(self, budget: int) -> tuple[Solution, ...]:
-        """Schedules that meet a budget with and without transfers, and the least memory."""
+        """Schedules for a budget with and without transfers."""
         alone = self.recomputing.within(budget)
         if alone is self.problem.plain:
             return (alone,)
-        return (alone, *self._moved(self._starts(budget, alone), budget))
+        starts = [alone]
+        for level in _LEVELS:
+            limit = budget + int(level * self.bytes_that_hide)
+            if starts[-1].peak <= limit < self.problem.plain.peak:
+                starts.append(self.recomputing.at(limit, starts[-1]))
+        return (alone, *(one for start in starts for one in self.moved(start, budget)))
 
-    def _moved(self, starts: Sequence[Solution], budget: int) -> list[Solution]:
-        moved = (move_out(self.problem, start, budget) for start in starts if start.peak > budget)
-        return [solution for solution in moved if solution is not None]
+    def moved(self, start: Solution, budget: int) -> Iterable[Solution]:
+        """Schedules with transfers that are made of another one, for a budget."""
+        if not start.schedule.runs:
+            return
+        stays = self.problem.cached(f"stays {id(start)}", lambda: (Stays(start), start))[0]
+        for share in _SHARES:
+            chosen = stays.until(budget, stays.hidden(share * self.bytes_that_hide))
+            if chosen:
+                yield self.with_transfers(start, chosen, budget)
 
-    def _starts(self, budget: int, alone: Solution) -> Sequence[Solution]:
-        """Schedules of more memory than a budget, by about what hides."""
-        search, found = self.recomputing, [alone]
-        if search.is_small:
-            return search.frontier
-        for factor in _LEVELS:
-            limit = budget + int(factor * self.bytes_that_hide)
-            if found[-1].peak <= limit < self.problem.plain.peak:
-                found.append(search.at(limit, found[-1]))
-        return [*found, self.problem.plain, *search.low_end]
-
-    @property
-    def bytes_that_hide(self) -> float:
-        """What can go to the host in half of the step's time, and come back in the other half."""
-        return 0.5 * self.problem.graph.seconds * (self.problem.host_bandwidth or 0.0)
+    def with_transfers(self, start: Solution, stays: Sequence[Stay], budget: int) -> Solution:
+        """A schedule in which some values go to the host, with what of its repeats there is room to drop."""
+        values = sorted(stay.value for stay in stays)
+        fetches = Fetches(self.problem.graph, values, self.problem.host_bandwidth or np.inf)
+        moved = fetches.problem.scheduled(fetches.schedule(start.schedule.runs, stays), start.origin)
+        filled = fill(fetches.problem, moved, max(moved.peak, int(_FOR_COPIES * budget)))
+        runs, fetched = fetches.original(filled.schedule)
+        transfers = Placing(self.problem, runs, fetched).transfers(budget) if fetched else ()
+        saved = start.choice.saved | {one.value for one in transfers}
+        return self.problem.scheduled(Schedule(runs, transfers), dataclasses.replace(start.choice, saved=saved))
 
     @functools.cached_property
     def minimum_memory(self) -> Solution:
@@ -239,11 +375,12 @@ class OffloadSearch:
         return self._minimum(self.recomputing.minimum_at_any_cost, lambda _: True)
 
     def _minimum(self, best: Solution, is_allowed: Callable[[Solution], bool]) -> Solution:
-        """The least peak that is allowed: values move out from schedules that have little of it already."""
+        """The least peak that is allowed: values go from schedules that have little of it already."""
         starts, low = [best, *self.recomputing.low_end], 0
         for _ in range(_HALVINGS):
             budget = (low + best.peak) // 2
-            found = [one for one in self._moved(starts, budget) if one.peak < best.peak and is_allowed(one)]
+            every = (one for start in starts for one in self.moved(start, budget))
+            found = [one for one in every if one.peak < best.peak and is_allowed(one)]
             low, best = (low, min(found, key=memory_first)) if found else (budget, best)
         return best
 
@@ -258,8 +395,5 @@ class OffloadSearch:
         return self._with_transfers(self.recomputing.short_frontier)
 
     def _with_transfers(self, front: Sequence[Solution]) -> tuple[Solution, ...]:
-        least, plain = self.minimum_memory.peak, self.problem.plain.peak
-        budgets = [least + (plain - least) * level // _LEVELS_OF_FRONTIER for level in range(_LEVELS_OF_FRONTIER)]
-        moved = (one for budget in budgets for one in self._moved(front, budget))
+        moved = (one for start in front for one in self.moved(start, start.peak))
         return pareto_front([*front, self.minimum_memory, *moved])
-
