@@ -56,8 +56,8 @@ def barriers(
 ) -> dict[tuple[int, int], Barrier]:
     """Find the barriers of a schedule.
 
-    If the step recomputes values, only the runs from the first recomputed one on are examined: before it nothing is
-    freed that could be late. If nothing is recomputed, only products wait (the gradients of a weight that is used many
+    If the step recomputes values, only the runs from the first recomputed one on are examined, or what follows the
+    first copy back from the host: before it nothing is freed that could be late. If nothing is recomputed, only products wait (the gradients of a weight that is used many
     times, each for the sum of those before it), since a barrier before other kernels may cost a buffer.
 
     Args:
@@ -78,14 +78,17 @@ def barriers(
             dying.setdefault(buffer.death, set()).add(buffer.value)
     if slices is None and not any(run.recomputed for run in schedule.runs) and not schedule.transfers:
         return _barriers_of_products(graph, schedule, liveness, born, dying)
-    position, recomputing = 0, slices is not None or bool(schedule.transfers)
+    position, recomputing = 0, slices is not None
+    place, back = 0, min((one.back for one in schedule.transfers), default=len(schedule.order))
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         again = index > 0 and schedule.runs[index - 1].recomputed
         position += run.recomputed  # its barrier has a position of its own
-        if recomputing:
+        if recomputing or place + len(run.ops) > back:
             of_run = _BarriersOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
-            found.update(((index, op), barrier) for op, barrier in of_run.items())
+            late = run.ops if recomputing else run.ops[max(back - place, 0) :]
+            found.update(((index, op), of_run[op]) for op in late if op in of_run)
+        place += len(run.ops)
         if slices is None and not run.recomputed:
             before = dict.fromkeys(schedule.runs[index - 1].ops, index - 1) if again else {}
             apart = _separate_activations(graph, liveness, before.keys(), run.ops, position)
