@@ -1,6 +1,6 @@
 """Finds where a scheduling barrier has to fix the order of two kernels, because the peak depends on it.
 
-A compiler knows dependencies, not the schedule. There are four cases:
+A compiler knows dependencies, not the schedule. There are five cases:
 
 1. Two kernels that do not depend on each other may run in either order, or be fused into one kernel with two results.
    In a backward pass the gradient of a layer's weight is often the last reader of that layer's input, and the gradient
@@ -18,6 +18,9 @@ A compiler knows dependencies, not the schedule. There are four cases:
 4. A expensive result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler
    may fuse it with the elementwise kernel, and its operand stays live until then. So that kernel reads it after a
    barrier.
+5. With copies to the host in the program, XLA's memory scheduler takes another order, in which a kernel of the forward
+   pass whose result is saved is put off to the backward pass; its operands stay live. So later kernels of the forward
+   pass wait for saved values.
 """
 
 from __future__ import annotations
@@ -88,6 +91,9 @@ def barriers(
             of_run = _BarriersOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
             late = run.ops if recomputing else run.ops[max(back - place, 0) :]
             found.update(((index, op), of_run[op]) for op in late if op in of_run)
+        if schedule.transfers and not recomputing:
+            of_run = _saved_in_time(graph, liveness, dying, run.ops[: max(back - place, 0)], position)
+            found = {**{(index, op): barrier for op, barrier in of_run.items()}, **found}
         place += len(run.ops)
         if slices is None and not run.recomputed:
             before = dict.fromkeys(schedule.runs[index - 1].ops, index - 1) if again else {}
@@ -115,6 +121,29 @@ def _barriers_of_products(
         of_run = _BarriersOfRun(graph, liveness, born, dying, position, None).find(run.ops)
         found |= {(index, op): barrier for op, barrier in of_run.items() if graph.ops[op].kind is Kind.CONTRACTION}
         position += len(run.ops)
+    return found
+
+
+def _saved_in_time(
+    graph: Graph, liveness: Liveness, dying: Mapping[int, Collection[int]], ops: Sequence[int], start: int
+) -> dict[int, Barrier]:
+    """Barriers of a forward pass that wait for saved values, where what these are made of is done with."""
+    lives, end = liveness.lives, start + len(ops)
+    saved = {*lives.value[(lives.birth >= start) & (lives.birth < end) & (lives.death >= end)].tolist()}
+    found: dict[int, Barrier] = {}
+    waiting: dict[int, None] = {}
+    read: set[int] = set()  # by the ops that make what is waited for
+    freed = 0
+    for position, op in enumerate(ops, start):
+        made = [value for value in graph.ops[op].inputs if graph.producer[value] >= 0]
+        if made and waiting and freed >= BARRIER_THRESHOLD * liveness.peak:
+            operand = max(made, key=lambda value: (graph.sizes[value], value))
+            found[op] = Barrier((operand,), tuple(value for value in waiting if value != operand))
+            waiting, read, freed = {}, set(), 0
+        if mine := saved.intersection(graph.ops[op].outputs):
+            waiting.update(dict.fromkeys(sorted(mine)))
+            read.update(graph.ops[op].inputs)
+        freed += sum(graph.sizes[value] for value in read.intersection(dying.get(position, ())))
     return found
 
 
