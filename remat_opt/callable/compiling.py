@@ -54,7 +54,7 @@ def compile_candidate(
     """
     options = compiler_options
     if solution is None or not Candidate(prepared, solution).is_unchanged:
-        options = compiler_options_for(prepared.target.platform, compiler_options)
+        options = compiler_options_for(prepared.target.platform, compiler_options, offloads=prepared.offloads)
     captured, target = prepared.captured, prepared.target
     plain = compat.function_of_jaxpr(captured.traced)
     return compile_elsewhere(

@@ -59,9 +59,9 @@ def _as_tuple(numbers: int | Iterable[int] | None) -> tuple[int, ...]:
     return (numbers,) if isinstance(numbers, int) else tuple(numbers)
 
 
-def with_ours(options: dict[str, Any], platform: str) -> dict[str, Any]:
+def with_ours(options: dict[str, Any], platform: str, offloads: bool) -> dict[str, Any]:
     """A user's options of `jax.jit` with the compiler options that a rewritten step needs on a platform."""
-    ours = compiler_options_for(platform, options.get("compiler_options"))
+    ours = compiler_options_for(platform, options.get("compiler_options"), offloads=offloads)
     return {**options, "compiler_options": ours} if ours else dict(options)
 
 

@@ -84,7 +84,7 @@ class Measurement:
         ]
         counted = [count and count.flops for _, count in columns.values()]
         rows.insert(_AFTER_MEMORY, (_FLOPS, counted, format_flops))
-        hidden = {label for label, found, _ in rows if label == _SENT and not any(found)}
+        hidden = {label for label, found, _ in rows if label in (_SENT, _ON_HOST) and not any(found)}
         hidden |= set() if self._compiler_counts_the_same else {_COMPILERS_FLOPS}
         for label, found, show in rows:
             if label in hidden:
@@ -139,6 +139,7 @@ class Measurement:
 
 
 _SENT = "arrays sent between devices"
+_ON_HOST = "temporary memory of the host"
 _FLOPS = "FLOPs, loops times their length"
 _COMPILERS_FLOPS = "FLOPs, as the compiler counts"
 _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = (
@@ -147,12 +148,13 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
     ("outputs", lambda figures: figures.output_bytes, format_bytes),
     ("aliased (donated)", lambda figures: figures.alias_bytes, format_bytes),
     ("physical peak", lambda figures: figures.physical_peak_bytes, format_bytes),
+    (_ON_HOST, lambda figures: figures.host_temp_bytes, format_bytes),
     (_COMPILERS_FLOPS, lambda figures: figures.flops, format_flops),
     (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
     ("compiling", lambda figures: figures.compile_seconds, format_seconds),
 )
 _DIVIDED = "Figures are those of one device; FLOPs are those of all devices together, in a shard_map those of one."
-_AFTER_MEMORY = 5  # where our own count stands among the compiler's figures
+_AFTER_MEMORY = 6  # where our own count stands among the compiler's figures
 _COMPARED = frozenset({"temporary memory", "physical peak", _FLOPS, _COMPILERS_FLOPS})
 
 
@@ -203,22 +205,23 @@ def _compile(
     try:
         if is_attached(target):
             return compile_here(jitted, target, args, kwargs), None
-        return _compile_elsewhere(jitted, step.options, target, rewritten, args, kwargs), None
+        return _compile_elsewhere(jitted, step, target, rewritten, args, kwargs), None
     except CompilationOutOfMemory as refusal:
         return None, refusal
 
 
 def _compile_elsewhere(
-    jitted: Any, options: dict[str, Any], target: Target, rewritten: bool, args: tuple, kwargs: dict
+    jitted: Any, step: OptimizedFunction, target: Target, rewritten: bool, args: tuple, kwargs: dict
 ) -> Figures:
-    traced = jitted.trace(*args, **kwargs)
+    traced, options = jitted.trace(*args, **kwargs), step.options
     given = options.get("compiler_options") or {}
+    ours = compiler_options_for(target.platform, given, offloads=step.settings.offload)
     return compile_elsewhere(
         compat.function_of_jaxpr(traced),
         [variable.aval for variable in compat.input_variables(traced.jaxpr)],
         traced,
         donated=[index for index, info in enumerate(jax.tree.leaves(traced.args_info)) if info.donated],
         target=target,
-        compiler_options=compiler_options_for(target.platform, given) if rewritten else given,
+        compiler_options=ours if rewritten else given,
         keep_unused=options.get("keep_unused", False),
     )

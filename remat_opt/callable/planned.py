@@ -248,7 +248,7 @@ class PlannedFunction:
             platform, options = "", self._options
             if self._with_ours:
                 platform = platform_of(self.plain.trace(*args, **kwargs), self.target)
-                options = with_ours(self._options, platform)
+                options = with_ours(self._options, platform, self._settings.offload)
             if platform not in self._jits:
                 self._jits[platform] = jax.jit(standing_for(self._fun, weakref.WeakMethod(self._write)), **options)
             if calling:

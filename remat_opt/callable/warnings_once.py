@@ -37,6 +37,8 @@ class Reporter:
     def report(self, decision: Decision) -> None:
         """Warn if the step runs unchanged, or if its figures were not checked on this device."""
         plan = decision.plan
+        if self._settings.offload and decision.prepared.target.host_bandwidth is None:
+            self.warn(f"{self.name}: nothing goes to the host: the memory of {plan.target} is the host's")
         if plan.is_plain:
             if self._settings.budget.has_limit and not has_failed(plan.note):
                 return  # it fits as it was given

@@ -35,12 +35,13 @@ class HostCopies:
             self.values.remove(value)
         self.latest = next((value for value in made if value not in self.graph.outputs), self.latest)
 
-    def waits_for(self, place: int, reads: Sequence[int]) -> list[int]:
-        """What goes through one barrier where copies out have to be done: these, and the largest of what is read."""
+    def waits_for(self, place: int, reads: Sequence[int], over: int) -> list[int]:
+        """What goes through one barrier where copies out have to be done: these, and the largest of what is read, but
+        for `over`, which the op writes its result over, if there is another."""
         if place not in self.gone:
             return []
         made = [value for value in reads if self.graph.producer[value] >= 0]
-        waits = max(made, key=lambda value: (self.graph.sizes[value], value), default=self.latest)
+        waits = max(made, key=lambda value: (value != over, self.graph.sizes[value], value), default=self.latest)
         return [*(~value for value in self.gone[place]), waits]
 
     def begins_at(self, place: int) -> list[int]:

@@ -130,8 +130,10 @@ class _Writer:
         """Run ops; what no op stands for is made once in a run, and added to `on_demand`."""
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
+            over, tied = -1, []
             if first_run:
-                self.copy(self.bridge.graph.ops[op].inputs, on_demand)
+                over = self.overwritten.get((self.run_index, op), -1)
+                tied = self.copy(self.bridge.graph.ops[op].inputs, on_demand, over)
                 self.place += 1
             if first_run and op in self.guards:
                 self.through_barrier(self.guards[op], environment, on_demand)
@@ -142,8 +144,8 @@ class _Writer:
             else:
                 if barrier:
                     self.wait(barrier, environment, on_demand)
-                over = self.overwritten.get((self.run_index, op), -1) if first_run else -1
-                if over in self.before_barriers and not (barrier and over in barrier.operands):
+                tied += barrier.operands if barrier else ()
+                if over in self.before_barriers and over not in tied:
                     environment[over] = self.before_barriers[over]
                     self.drop_made_of([over], on_demand)
                 results = self.bind(equation, environment, on_demand, recomputed=not first_run)
@@ -160,15 +162,25 @@ class _Writer:
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
                 self.copies.note_made(equation.outputs, environment)
 
-    def copy(self, reads: Sequence[int], on_demand: dict[int, Any]) -> None:
-        """Wait for copies to the host that have to be done, and begin copies back, before an op or a run that reads
-        some values."""
-        for values in (self.copies.waits_for(self.place, reads), self.copies.begins_at(self.place)):
+    def copy(self, reads: Sequence[int], on_demand: dict[int, Any], over: int = -1) -> list[int]:
+        """Wait for copies to the host that have to be done, and begin copies back, before an op or a run.
+
+        Args:
+            reads: what the op or the run reads.
+            on_demand: see `evaluate`.
+            over: what the op writes its result over.
+
+        Returns:
+            What has gone through a barrier, by which the op waits.
+        """
+        waits = self.copies.waits_for(self.place, reads, over)
+        for values in (waits, self.copies.begins_at(self.place)):
             if values:
                 self.through_barrier(values, self.environment, on_demand)
         back = self.copies.bring_back(self.place, self.environment)
         self.drop_before_barriers(back)
         self.drop_made_of(back, on_demand)
+        return waits
 
     def wait(self, barrier: Barrier, environment: dict[int, Any], on_demand: dict[int, Any]) -> None:
         slices = sorted(self.slices.keys() & barrier.operands)

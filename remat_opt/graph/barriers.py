@@ -137,7 +137,8 @@ def _saved_in_time(
     for position, op in enumerate(ops, start):
         made = [value for value in graph.ops[op].inputs if graph.producer[value] >= 0]
         if made and waiting and freed >= BARRIER_THRESHOLD * liveness.peak:
-            operand = max(made, key=lambda value: (graph.sizes[value], value))
+            over = graph.overwritable_by(graph.ops[op])
+            operand = max(made, key=lambda value: (value not in over, graph.sizes[value], value))
             found[op] = Barrier((operand,), tuple(value for value in waiting if value != operand))
             waiting, read, freed = {}, set(), 0
         if mine := saved.intersection(graph.ops[op].outputs):

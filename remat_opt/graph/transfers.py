@@ -25,7 +25,9 @@ def first_reads(graph: Graph, schedule: Schedule) -> dict[Transfer, int]:
         for value in reads.keys() & graph.ops[op].inputs:
             reads[value].append(place)
     end = len(schedule.order)
-    return {one: min((read for read in reads[one.value] if read >= one.back), default=end) for one in schedule.transfers}
+    return {
+        one: min((read for read in reads[one.value] if read >= one.back), default=end) for one in schedule.transfers
+    }
 
 
 def stalls(graph: Graph, schedule: Schedule, bandwidth: float) -> float:
@@ -57,6 +59,18 @@ def stalls(graph: Graph, schedule: Schedule, bandwidth: float) -> float:
     return late
 
 
+def host_peak(graph: Graph, schedule: Schedule) -> int:
+    """The most bytes of the host's memory that copies take at one moment: from where a value is made to where its last
+    copy back is done."""
+    order = schedule.order
+    place_of = {op: place for place, op in reversed([*enumerate(order)])}
+    change = np.zeros(len(order) + 2, dtype=np.int64)
+    for value, read in {one.value: read for one, read in sorted(first_reads(graph, schedule).items())}.items():
+        change[place_of[graph.producer[value]]] += graph.sizes[value]
+        change[read] -= graph.sizes[value]
+    return int(np.cumsum(change).max(initial=0))
+
+
 def check_transfers(graph: Graph, schedule: Schedule) -> None:
     """Compare transfers with the schedule that they are part of.
 
@@ -68,7 +82,7 @@ def check_transfers(graph: Graph, schedule: Schedule) -> None:
     allowed = {*places(schedule)}
     back: dict[int, int] = {}
     for one in sorted(schedule.transfers):
-        if one.gone <= back.get(one.value, 0):
+        if one.gone <= back.get(one.value, -1):
             raise ValueError(f"transfers, expected a value that has come back, found {one}")
         back[one.value] = one.back
         if not {one.gone, one.back} <= allowed or not 0 < one.gone < one.back:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jaxlib
 
+from remat_opt.graph.transfers import host_peak
 from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.forms import Forms
 from remat_opt.planner.plan import Plan, Prediction, digest, pack
@@ -61,6 +62,7 @@ class Planner:
         self.forms = Forms(prepared, settings)
         self.compile = measure
         self.plain_figures: Figures | None = None
+        self.compiled = 0  # candidates
 
     def search(self, limit: int | None) -> Candidate:
         """The fastest candidate within a predicted peak, or the least memory (None: for one more forward pass, with the
@@ -88,6 +90,8 @@ class Planner:
         self.spend("compile", started)
         if candidate is None:
             self.plain_figures = figures
+        else:
+            self.compiled += 1
         return figures
 
     def measure_if_it_fits(self, candidate: Candidate | None) -> Figures | None:
@@ -119,6 +123,8 @@ class Planner:
             extra_flops=candidate.extra_flops,
             seconds=original.seconds,
             extra_seconds=candidate.extra_seconds,
+            host_bytes=host_peak(graph, solution.schedule),
+            stall_seconds=solution.extra_seconds - solution.schedule.extra_seconds(graph),
         )
         saved = tuple(names[value] for value in sorted(names))
         written = prepared.loops if prepared.original else None

@@ -44,7 +44,9 @@ class Prediction:
         flops: FLOPs of the original step.
         extra_flops: FLOPs that are recomputed.
         seconds: estimated time of the original step, by the target's roofline.
-        extra_seconds: estimated time of the recomputation.
+        extra_seconds: estimated time of the recomputation, and of waiting for copies to and from the host.
+        host_bytes: of the host's memory, for values that are there for a time.
+        stall_seconds: estimated time of waiting for copies, a part of `extra_seconds`.
     """
 
     plain_peak_bytes: int
@@ -54,6 +56,8 @@ class Prediction:
     extra_flops: float
     seconds: float
     extra_seconds: float
+    host_bytes: int = 0
+    stall_seconds: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

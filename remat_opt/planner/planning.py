@@ -6,6 +6,7 @@ This module has the stages from capture to plan; `callable/function.py` puts a d
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 from remat_opt.graph.derive import Choice
@@ -15,6 +16,7 @@ from remat_opt.loops.pairs import find_pairs
 from remat_opt.planner.budget_loop import keep_budget
 from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.decision import Decision, Measure, Planner, versions
+from remat_opt.planner.offloading import with_transfers
 from remat_opt.planner.plan import Plan, PlanError, check_fit, check_loops
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
@@ -42,6 +44,15 @@ def decide(prepared: Prepared, settings: Settings, measure: Measure | None) -> D
         PlanError: the plan in the settings is for another program.
     """
     planner = Planner(prepared, settings, measure if settings.verify else None)
+    if prepared.offloads and settings.plan is None:
+        alone = functools.partial(decide, dataclasses.replace(prepared, offloads=False), settings, measure)
+        return with_transfers(planner, decide_with, alone)
+    return decide_with(planner)
+
+
+def decide_with(planner: Planner) -> Decision:
+    """`decide` with a planner."""
+    prepared, settings = planner.original, planner.settings
     if prepared.captured.program.has_references:
         return planner.plain("it reads or writes mutable references, whose order cannot be changed")
     if settings.plan is not None:

@@ -6,6 +6,8 @@ import dataclasses
 import functools
 from typing import Any
 
+from jax.extend.core import primitives as P
+
 from remat_opt.planner.collectives import is_divided, note_explicit_collectives, without_repeats
 from remat_opt.planner.decision import Decision, Measure
 from remat_opt.planner.plan_files import saved_or_new
@@ -14,6 +16,8 @@ from remat_opt.planner.prepared import Prepared, prepare
 from remat_opt.planner.settings import Settings, check_offload
 from remat_opt.rewrites.captured import capture_traced
 from remat_opt.targets import resolve_target
+from remat_opt.trace import compat
+from remat_opt.trace.inline import Program
 
 
 def read_step(traced: Any, settings: Settings, options: dict[str, Any], arguments: Any) -> Prepared:
@@ -28,10 +32,20 @@ def read_step(traced: Any, settings: Settings, options: dict[str, Any], argument
     target = resolve_target(settings.target)
     check_offload(settings.offload, target)
     captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
+    if settings.offload and compat.miscompiles_offloaded_loops(target.platform) and has_loops(captured.program):
+        raise ValueError(
+            "expected jaxlib 0.11.1 or newer for offload=True in a step with lax.scan, got jaxlib 0.11.0, whose GPU "
+            "compiler computes wrong gradients there (openxla/xla issue 46231). Write offload=False"
+        )
     marks = "" if is_divided(captured.program, arguments, options) else None
     program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
     prepared = prepare(dataclasses.replace(captured, program=program), target)
     return dataclasses.replace(prepared, offloads=settings.offload)
+
+
+def has_loops(program: Program) -> bool:
+    """Whether there is a `lax.scan` among a program's equations."""
+    return any(equation.primitive is P.scan_p for equation in program.equations)
 
 
 def decide_step(prepared: Prepared, settings: Settings, options: dict[str, Any], measure: Measure | None) -> Decision:

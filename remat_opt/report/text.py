@@ -76,6 +76,13 @@ def _summary(explanation: Findings) -> list[str]:
             f"{'is' if len(explanation.held) == 1 else 'are'} saved, and what else the backward pass reads is computed "
             f"again in {segments}, each when its gradients are due{updates}."
         )
+    if plan.transfers:
+        moved = format_count(len({one.value for one in plan.transfers}), "saved tensor")
+        waits = f"waits {format_seconds(predicted.stall_seconds)} for them" if predicted.stall_seconds else "hides them"
+        done.append(
+            f"{moved} ({format_bytes(predicted.host_bytes)} at a time) go to the host's memory and come back; the "
+            f"work beside the copies {waits}."
+        )
     if not done:
         what = "order" if plan.reordered else "form"
         done.append(f"Operations are written in another {what} that keeps less; nothing is computed again.")
@@ -130,6 +137,10 @@ def _figures(explanation: Findings) -> list[str]:
         physical = [figures and figures.physical_peak_bytes for figures in (before, after)]
         quantities.append(_Quantity("temporary memory, compiled", format_bytes, *temp))
         quantities.append(_Quantity("physical peak, compiled", format_bytes, *physical))
+    if plan.transfers:
+        host = plan.measured.host_temp_bytes if plan.measured else predicted.host_bytes
+        label = "the host's memory, compiled" if plan.measured else "the host's memory, predicted"
+        quantities.append(_Quantity(label, format_bytes, None, host))
     quantities.append(_Quantity("FLOPs", format_flops, *flops))
     quantities.append(_Quantity("time, estimated by roofline", format_seconds, *seconds))
     heads = ("as given", "", "") if plan.is_plain else ("before", "after", "")

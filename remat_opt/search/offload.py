@@ -178,9 +178,7 @@ class Fetches:
                 ops.append(op)
                 continue
             room = 0 if graph.overwritable_by(op) else graph.sizes[value]
-            ops.append(
-                dataclasses.replace(op, outputs=(host[value],), workspace=op.workspace + room, repeatable=False)
-            )
+            ops.append(dataclasses.replace(op, outputs=(host[value],), workspace=op.workspace + room, repeatable=False))
             seconds = _EXPOSED * graph.sizes[value] / bandwidth
             ops.append(Op((host[value],), (value,), Kind.ELEMENTWISE, seconds=seconds, name="fetch"))
             self.op_of.append(~value)
@@ -339,7 +337,10 @@ class OffloadSearch:
         starts = [alone]
         for level in _LEVELS:
             limit = budget + int(level * self.bytes_that_hide)
-            if starts[-1].peak <= limit < self.problem.plain.peak:
+            if limit >= self.problem.plain.peak:
+                starts.append(self.problem.plain)
+                break
+            if starts[-1].peak <= limit:
                 starts.append(self.recomputing.at(limit, starts[-1]))
         return (alone, *(one for start in starts for one in self.moved(start, budget)))
 

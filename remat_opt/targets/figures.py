@@ -73,7 +73,14 @@ class Figures:
             ValueError: a field is missing or is not known.
         """
         known = {field.name for field in fields(cls)}
-        required = known - {"compiler", "note", "collectives", "recomputed_by_xla", "xla_limit_bytes", "host_temp_bytes"}
+        required = known - {
+            "compiler",
+            "note",
+            "collectives",
+            "recomputed_by_xla",
+            "xla_limit_bytes",
+            "host_temp_bytes",
+        }
         if not required <= set(values) <= known:
             raise ValueError(
                 f"figures have the fields {sorted(known)}; missing {sorted(required - set(values))}, not known "

@@ -8,6 +8,7 @@ from typing import Any
 from remat_opt.targets.devices import Target
 from remat_opt.trace import compat
 from remat_opt.trace.placement import device_lowered_for
+from remat_opt.trace.platforms import GPUS
 
 # The CPU compiler expands optimization barriers and then merges what they kept apart (JAX issue 19822; jax 0.12 keeps
 # them, and the option does no harm there). Its default order of instructions favours concurrency, which lets buffers
@@ -19,12 +20,25 @@ _CPU = {
     **BARRIERS_KEPT,
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
 }
+# XLA's own rematerialization counts the host's buffers as the device's without it.
+_OFFLOADING_ON_GPUS = {"xla_gpu_enable_host_memory_offloading": True}
 _LISTS = frozenset({"xla_disable_hlo_passes"})
 
 
-def compiler_options_for(platform: str, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The options of a platform under those of the user; options that are lists are merged."""
-    return merge_compiler_options(_CPU if platform == "cpu" else {}, given or {})
+def compiler_options_for(
+    platform: str, given: Mapping[str, Any] | None = None, *, offloads: bool = False
+) -> dict[str, Any]:
+    """The options of a platform under those of the user; options that are lists are merged.
+
+    Args:
+        platform: of the compiler.
+        given: the user's options.
+        offloads: whether values may go to the host's memory.
+    """
+    ours: dict[str, Any] = _CPU if platform == "cpu" else {}
+    if offloads and platform in GPUS:
+        ours = _OFFLOADING_ON_GPUS
+    return merge_compiler_options(ours, given or {})
 
 
 def merge_compiler_options(given: Mapping[str, Any], overriding: Mapping[str, Any]) -> dict[str, Any]:

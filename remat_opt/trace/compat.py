@@ -32,6 +32,8 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
+from remat_opt.trace.platforms import GPUS
+
 Literal = extend_core.Literal
 Jaxpr = extend_core.Jaxpr
 ClosedJaxpr = extend_core.ClosedJaxpr
@@ -121,6 +123,11 @@ def expands_barriers(platform: str) -> bool:
     """Whether a platform's compiler takes barriers away before it merges equal work, so that a checkpoint saves nothing
     (JAX issue 19822: the CPU's, before jax 0.12; `targets/options.py` keeps it from doing so)."""
     return platform == "cpu" and jax.__version_info__ < (0, 12)
+
+
+def miscompiles_offloaded_loops(platform: str) -> bool:
+    """Whether loops with residuals in the host's memory have wrong gradients (openxla/xla issue 46231)."""
+    return platform in GPUS and jax.lib.__version__ == "0.11.0"
 
 
 def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:

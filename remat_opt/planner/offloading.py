@@ -1,0 +1,72 @@
+"""Plans with copies to the host, checked: what the compiler makes nothing of is left out, and what cannot run is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+
+from remat_opt.planner.budget import InfeasibleBudget
+from remat_opt.planner.decision import Decision, Planner
+
+POOL_VARIABLE = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+POOL_GB = 64  # of pinned host memory that JAX's GPU runtime has by default
+
+
+def with_transfers(
+    planner: Planner, decide: Callable[[Planner], Decision], decide_alone: Callable[[], Decision]
+) -> Decision:
+    """The decision for a step whose values may go to the host.
+
+    Args:
+        planner: of the step.
+        decide: what is decided with it.
+        decide_alone: what is decided without transfers, for where the compiler makes no copies, or needs more memory
+            with them.
+
+    Raises:
+        InfeasibleBudget: the budget can be kept neither with transfers nor without.
+        ValueError: the copies need more of the host's memory than the runtime has.
+    """
+    try:
+        decision = decide(planner)
+    except InfeasibleBudget as refusal:
+        try:
+            return decide_alone()
+        except InfeasibleBudget as other:
+            raise min(refusal, other, key=lambda one: one.least_bytes) from None
+    if not decision.solution.schedule.transfers:
+        return decision if planner.compiled <= 1 else min(decision, decide_alone(), key=lambda one: one.extra_seconds)
+    check_pool(decision)
+    if planner.compile is None:
+        return decision
+    is_first = planner.compiled <= 1
+    figures = decision.plan.measured or planner.measure(decision)
+    measured = _with_plan(decision, measured=figures)
+    has_limit = planner.settings.budget.has_limit
+    if figures.host_temp_bytes and has_limit and is_first:
+        return measured
+    other = decide_alone()
+    if figures.host_temp_bytes and has_limit:  # it took several, and the last may be far from the best
+        return min(measured, other, key=lambda one: one.extra_seconds)
+    if figures.host_temp_bytes and figures.temp_bytes <= planner.measure(other).temp_bytes:
+        return measured
+    why = "need more memory when they are compiled" if figures.host_temp_bytes else "are not made by the compiler"
+    note = "; ".join(filter(None, (f"copies to the host {why}, nothing goes there", other.plan.note)))
+    return _with_plan(other, note=note)
+
+
+def check_pool(decision: Decision) -> None:
+    """Raise ValueError where copies need more of the host's memory than the GPU runtime's pool has."""
+    pool = int(os.environ.get(POOL_VARIABLE) or POOL_GB)
+    needed = decision.plan.predicted.host_bytes
+    if needed > pool << 30:
+        least = -(-needed // (1 << 30)) + 1
+        raise ValueError(
+            f"expected copies of at most {pool} GiB, the pool of host memory that JAX's GPU runtime has, got {needed} "
+            f"bytes. Set {POOL_VARIABLE}={least} before JAX starts, or give a larger budget"
+        )
+
+
+def _with_plan(decision: Decision, **changes: object) -> Decision:
+    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, **changes))  # pyright: ignore[reportArgumentType]
