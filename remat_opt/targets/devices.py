@@ -44,6 +44,7 @@ class Target:
             are then those of a device that moves bytes for nothing and computes everything at float32's rate. Write
             `dataclasses.replace(resolve_target("h200"), counts_flops=True)`.
         on_chip_bytes: of a TPU, what its vector memory holds of a program's arrays (XLA's memory space assignment).
+        host_bandwidth: bytes per second each way between the device and its host's memory; None where it is not known.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Target:
     kernel_seconds: float = 0.0
     counts_flops: bool = False
     on_chip_bytes: int = 0
+    host_bandwidth: float | None = None
 
     def xla_limit(self, argument_and_result_bytes: int) -> int | None:
         """Bytes of temporary memory above which XLA's GPU compiler recomputes on its own (its pass
@@ -122,7 +124,13 @@ def _text_proto(fields: Mapping[str, Any], indent: str = "") -> str:
 
 
 def _gpu(
-    name: str, description: str, memory_bytes: int, bandwidth: int, flops: dict[str, float], fields: dict[str, Any]
+    name: str,
+    description: str,
+    memory_bytes: int,
+    bandwidth: int,
+    flops: dict[str, float],
+    fields: dict[str, Any],
+    host_bandwidth: float,
 ) -> Target:
     """A GPU's target; `description` is also the name that JAX gives to the attached device."""
     device = {
@@ -149,6 +157,7 @@ def _gpu(
         kinds,
         _text_proto(config),
         kernel_seconds=_KERNEL_SECONDS,
+        host_bandwidth=host_bandwidth,
     )
 
 
@@ -192,6 +201,9 @@ _AMPERE_FLOPS = {
     "float64": 19.5 * _TERA,
     "int8": 624.0 * _TERA,
 }
+# Copies between pinned host memory and the device reach about 80 % of what the bus carries one way (PCI Express 5.0 and
+# 4.0 with 16 lanes: 63 and 31.5 GB/s).
+_PCIE_5, _PCIE_4 = 55e9, 25e9
 # Nominal: 16 cores with AVX2 at 2 GHz, and six channels of DDR4. A plan needs their ratio, and must not
 # depend on the host that makes it, so these are constants.
 _CPU_FLOPS = {"bfloat16": 1.0 * _TERA, "float16": 1.0 * _TERA, "float32": 1.0 * _TERA, "float64": 0.5 * _TERA}
@@ -200,9 +212,9 @@ _CPU_FLOPS = {"bfloat16": 1.0 * _TERA, "float16": 1.0 * _TERA, "float32": 1.0 * 
 # vector memory: `pltpu.get_tpu_info`.
 _TARGETS = (
     Target("cpu", "cpu", None, 100e9, _CPU_FLOPS, "the host's CPU; rates are nominal, memory is the host's", ("cpu",)),
-    _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800 * 10**9, _HOPPER_FLOPS, _HOPPER_FIELDS),
-    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320 * 10**6, _HOPPER_FLOPS, _HOPPER_FIELDS),
-    _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040 * 10**6, _AMPERE_FLOPS, _AMPERE_FIELDS),
+    _gpu("h200", "NVIDIA H200 141GB HBM3e", 151_397_597_184, 4_800 * 10**9, _HOPPER_FLOPS, _HOPPER_FIELDS, _PCIE_5),
+    _gpu("h100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3_352_320 * 10**6, _HOPPER_FLOPS, _HOPPER_FIELDS, _PCIE_5),
+    _gpu("a100", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 2_039_040 * 10**6, _AMPERE_FLOPS, _AMPERE_FIELDS, _PCIE_4),
     _tpu("v5e", "v5e:2x2", 16, 128, 819e9, 197.0 * _TERA, ("TPU v5 lite", "TPU v5e")),
     _tpu("v5p", "v5p:2x2x1", 95, 64, 2765e9, 459.0 * _TERA, ("TPU v5", "TPU v5p")),
     _tpu("v6e", "v6e:2x2", 32, 128, 1640e9, 918.0 * _TERA, ("TPU v6 lite", "TPU v6e")),
@@ -272,6 +284,7 @@ def target_of(device: Any) -> Target:
         bandwidth=stand_in.bandwidth,
         flops=stand_in.flops,
         kernel_seconds=stand_in.kernel_seconds,
+        host_bandwidth=stand_in.host_bandwidth,
         description=f"attached {kind}; it is not in the table of targets, so bandwidth and rates are {stand_in.name}'s",
         device_kinds=(kind,),
     )
