@@ -58,6 +58,14 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     demo.add_argument("--explain", action="store_true", help="also print what is saved, what is recomputed, and why")
     demo.set_defaults(command=_demo)
+    targets = commands.add_parser(
+        "targets",
+        help="list the devices that steps can be planned and compiled for",
+        description="Lists the devices with their memory, rates and bandwidth, and whether the compiler for each is "
+        "installed; the device itself need not be here.",
+    )
+    targets.add_argument("--json", action="store_true", help="print JSON instead: bytes, bytes/s and FLOP/s")
+    targets.set_defaults(command=_targets)
     return parser
 
 
@@ -84,6 +92,15 @@ def _budget(text: str) -> int | float | str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return budget
+
+
+def _targets(given: Any, parser: argparse.ArgumentParser) -> int:
+    from remat_opt.report.devices import device_records, device_table
+    from remat_opt.targets import TARGETS
+
+    devices = TARGETS.values()
+    print(json.dumps(device_records(devices), indent=1) if given.json else device_table(devices))
+    return 0
 
 
 def _demo(given: Any, parser: argparse.ArgumentParser) -> int:
