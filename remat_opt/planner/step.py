@@ -6,7 +6,7 @@ import dataclasses
 import functools
 from typing import Any
 
-from remat_opt.planner.collectives import is_divided, note_explicit_collectives, without_repeats
+from remat_opt.planner.collectives import note_explicit_collectives, number_of_devices, without_repeats
 from remat_opt.planner.decision import Decision, Measure
 from remat_opt.planner.plan_files import saved_or_new
 from remat_opt.planner.planning import decide
@@ -27,7 +27,7 @@ def read_step(traced: Any, settings: Settings, options: dict[str, Any], argument
     """
     target = resolve_target(settings.target)
     captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
-    marks = "" if is_divided(captured.program, arguments, options) else None
+    marks = "" if number_of_devices(captured.program, arguments, options) > 1 else None
     program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
     return prepare(dataclasses.replace(captured, program=program), target)
 

@@ -21,6 +21,7 @@ from remat_opt.targets.figures import Figures as Figures
 from remat_opt.targets.figures import read_figures as read_figures
 from remat_opt.targets.gpus import gpu_config as gpu_config
 from remat_opt.targets.remote import Worker as Worker
+from remat_opt.targets.remote import check_installed as check_installed
 from remat_opt.targets.remote import close_workers as close_workers
 from remat_opt.targets.remote import extra_for as extra_for
 from remat_opt.targets.remote import is_installed as is_installed
