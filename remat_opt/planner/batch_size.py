@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from remat_opt.planner.budget import InfeasibleBudget
 from remat_opt.planner.budget_loop import FIRST_MARGIN, MOST_COMPILATIONS, SECOND_MARGIN, fixed_bytes
@@ -29,7 +30,7 @@ FIRST_BATCH = 8  # at least: smaller ones have shapes of 1, which compilers and 
 RESOLUTION = 0.01  # of the batch; predictions are not better than that
 GAIN = 0.02  # part of the batch that another compilation has to gain
 MOST_ROWS = 2**31 - 1
-MOST_GROWTH = 16  # times the largest batch that is predicted to fit
+MOST_GROWTH = 256  # times the largest batch that is predicted to fit
 MOST_LINES = 6  # steps after which what is left is halved
 BETWEEN = 3  # batches between the plain step's largest and the largest, whose time is predicted
 
@@ -142,6 +143,7 @@ class BatchSearch:
         self.devices = devices
         self.allowed = settings.budget.physical_bytes
         self.planners: dict[int, Planner] = {}
+        self.least_peaks: dict[int, int] = {}  # by batch
         self.compiled: list[_Compiled] = []
         self.misses = 0
         self.plain_figures: Figures | None = None  # of a divided step
@@ -186,7 +188,9 @@ class BatchSearch:
 
     def least(self, batch: int) -> float:
         """The least physical peak of one device, in bytes, with the margin."""
-        return self.margin * self.temp_line(self.candidate(batch, 0).peak) + self.fixed(batch)
+        if batch not in self.least_peaks:
+            self.least_peaks[batch] = self.candidate(batch, 0).peak
+        return self.margin * self.temp_line(self.least_peaks[batch]) + self.fixed(batch)
 
     def plain(self, batch: int) -> float:
         """The physical peak of one device in bytes of the original step. Its buffers at the peak are other ones than
@@ -211,9 +215,10 @@ class BatchSearch:
         first = self.multiple_of * math.ceil(FIRST_BATCH / self.multiple_of)
         if self.devices > 1:
             self.compile(self.multiple_of if self.plain(first) > self.allowed else first, None)
+        first = self.largest(self.plain, MOST_ROWS, first, self.planners) or first
         most = MOST_ROWS
         while len(self.compiled) < MOST_COMPILATIONS and (self.misses < MOST_MISSES or not self.fitting):
-            batch = self.largest(self.least, most)
+            batch = self.largest(self.least, most, first, self.least_peaks)
             if not batch and not self.fitting:
                 raise self.refusal()
             if self.fitting and batch < (1 + GAIN) * self.fitting[-1].batch:
@@ -228,24 +233,28 @@ class BatchSearch:
             raise self.refusal()
         return self.found()
 
-    def largest(self, needs: Callable[[int], float], most: int) -> int:
+    def largest(self, needs: Callable[[int], float], most: int, first: int, known: Iterable[int]) -> int:
         """The largest multiple, of at most `most`, that needs no more than what is allowed; 0 where none does.
 
         Args:
             needs: bytes for a batch, close to affine.
             most: the largest batch that is asked for.
+            first: the batch that is asked for first.
+            known: batches for which it is cheap to ask.
         """
         step, end = self.multiple_of, most // self.multiple_of + 1
-        low, high, number = 0, end, min(math.ceil(FIRST_BATCH / step), end - 1)
-        known: list[tuple[int, float]] = []
-        while high - low > 1 and (not low or high - low > RESOLUTION * low):
-            known.append((number, needs(number * step)))
-            low, high = (number, high) if known[-1][1] <= self.allowed else (low, number)
-            number = min(max(_guess(known, self.allowed), low + 1), high - 1)
-            if high == end:
-                number = min(number, MOST_GROWTH * low)
-            elif len(known) > MOST_LINES:
+        found = {batch // step: needs(batch) for batch in list(known) if batch <= most}
+        for steps in itertools.count():
+            high = min((number for number, needed in found.items() if needed > self.allowed), default=end)
+            low = max((number for number in found if number < high), default=0)
+            number = _guess(found, self.allowed) if found else first // step
+            is_near = low > 0 and len(found) > 2 and number - low < max(1, RESOLUTION * low)
+            if high - low <= 1 or is_near:
+                break
+            if steps > MOST_LINES and high < end:
                 number = (low + high) // 2
+            number = min(max(number, low + 1), high - 1, *([MOST_GROWTH * low] if low else []))
+            found[number] = needs(number * step)
         if low >= MOST_ROWS // step:
             raise ValueError(
                 f"expected memory that grows with the batch, got a step in which {low * step} rows fit the budget; "
@@ -296,7 +305,7 @@ class BatchSearch:
         """The points, once the largest batch is known."""
         last = self.fitting[-1]
         largest = self.point(last.batch, self.checked(last))
-        plain_batch = min(self.largest(self.plain, last.batch), last.batch)
+        plain_batch = self.largest(self.plain, last.batch, last.batch, self.planners)
         plain = self.point(plain_batch, None) if plain_batch else None
         every = [self.point(batch, self.candidate(batch, self.limit(batch))) for batch in self.between(plain_batch)]
         fastest = max([*every, largest, *filter(None, [plain])], key=lambda one: one.samples_per_second)
@@ -338,9 +347,9 @@ def _decide(settings: Settings, prepared: Prepared, measure: Measure) -> Decisio
     return decide(prepared, settings, measure)
 
 
-def _guess(known: Sequence[tuple[int, float]], allowed: float) -> int:
-    """Where the line through the two known points nearest to the limit meets it."""
-    nearest = sorted(known, key=lambda one: abs(one[1] - allowed))[:2]
+def _guess(found: Mapping[int, float], allowed: float) -> int:
+    """Where the line through the two points nearest to the limit meets it."""
+    nearest = sorted(found.items(), key=lambda one: abs(one[1] - allowed))[:2]
     if len(nearest) < 2:
         number, needed = nearest[0]
         return 2 * number if needed <= allowed else number // 2
