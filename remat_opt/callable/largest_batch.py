@@ -17,7 +17,7 @@ from remat_opt.planner.decision import Measure
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings, check_settings
-from remat_opt.report.units import format_bytes, format_count, format_seconds
+from remat_opt.report.units import format_bytes, format_change, format_count, format_seconds
 from remat_opt.targets import Figures, Target, check_installed, is_attached, resolve_target
 
 _WIDTH = 88
@@ -88,8 +88,7 @@ class LargestBatch:
             if point is None:
                 lines.append(f"{label:22}{'–':>9}")
                 continue
-            plain_seconds = point.seconds - point.extra_seconds
-            extra = f"{point.extra_seconds / plain_seconds:+.1%}" if plain_seconds > 0 else "–"
+            extra = format_change(point.seconds, point.seconds - point.extra_seconds)
             lines.append(
                 f"{label:22}{point.batch:9,}{format_bytes(point.peak_bytes):>13}{extra:>13}"
                 f"{format_seconds(point.seconds):>12}{point.samples_per_second:12,.0f}"

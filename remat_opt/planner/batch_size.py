@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -97,19 +96,21 @@ class _Line:
         return self.predicted + (compiled - self.compiled) / self.slope
 
 
-def _line(points: Sequence[tuple[int, int]], devices: int) -> _Line:
-    """The line through pairs of predicted and compiled bytes.
+def _line(fits: Sequence[tuple[int, int]], misses: Sequence[tuple[int, int]], devices: int) -> _Line:
+    """The line through pairs of predicted and compiled bytes: of the largest step that fits and the smallest that does
+    not, else of the last ones.
 
-    On one device they are proportional. The graph of a divided step has the bytes of all devices together: some are
-    divided among them and some are on each, so that one pair says nothing of the slope.
+    On one device one pair is enough, they are proportional. The graph of a divided step has the bytes of all devices
+    together: some are divided among them and some are on each, so that one pair says nothing of the slope.
     """
-    if not points:
+    if not fits and not misses:
         return _Line(slope=1 / devices)
-    (first, lowest), (predicted, compiled) = points[0], points[-1]
-    if devices == 1:
-        return _Line(predicted, compiled, max(compiled, 1) / max(predicted, 1))
-    slope = (compiled - lowest) / (predicted - first) if predicted != first else 0.0
-    return _Line(predicted, compiled, slope if slope > 0 else 1 / devices)
+    pair = [fits[-1], min(misses)] if fits and misses else [*fits, *misses][-2:]
+    (lower, of_lower), (upper, of_upper) = pair[0], pair[-1]
+    slope = (of_upper - of_lower) / (upper - lower) if upper != lower else 0.0
+    if slope > 0 and (devices > 1 or (fits and misses)):
+        return _Line(lower, of_lower, slope)
+    return _Line(upper, of_upper, max(of_upper, 1) / max(upper, 1) if devices == 1 else 1 / devices)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,7 +146,6 @@ class BatchSearch:
         self.planners: dict[int, Planner] = {}
         self.least_peaks: dict[int, int] = {}  # by batch
         self.compiled: list[_Compiled] = []
-        self.misses = 0
         self.plain_figures: Figures | None = None  # of a divided step
 
     # Predictions
@@ -167,12 +167,17 @@ class BatchSearch:
     @property
     def temp_line(self) -> _Line:
         """From predicted to compiled temporary memory."""
-        return _line([(one.predicted_temp, one.temp) for one in self.compiled], self.devices)
+        return self.line(lambda one: (one.predicted_temp, one.temp))
 
     @property
     def fixed_line(self) -> _Line:
         """From predicted to compiled bytes of arguments and results."""
-        return _line([(one.predicted_fixed, one.fixed) for one in self.compiled], self.devices)
+        return self.line(lambda one: (one.predicted_fixed, one.fixed))
+
+    def line(self, read: Callable[[_Compiled], tuple[int, int]]) -> _Line:
+        """See `_line`; `read` says which bytes of a compiled step are compared."""
+        fits = [read(one) for one in self.fitting]
+        return _line(fits, [read(one) for one in self.compiled if not self.fits(one)], self.devices)
 
     @property
     def margin(self) -> float:
@@ -228,9 +233,14 @@ class BatchSearch:
                 most = batch - 1  # it does not fit, and there is no smaller one
                 continue
             self.compile(batch, candidate)
-            most = batch if self.compiled[-1] not in self.fitting else most
+            most = most if self.fits(self.compiled[-1]) else batch
         if not self.fitting:
             raise self.refusal()
+        last = self.fitting[-1]
+        may_try = len(self.compiled) < MOST_COMPILATIONS and self.misses < MOST_MISSES
+        if may_try and not last.candidate.is_unchanged and self.plain(last.batch) <= self.allowed:
+            unchanged = self.planner(last.batch).original.unchanged
+            self.compile(last.batch, Candidate(unchanged, unchanged.problem.plain))
         return self.found()
 
     def largest(self, needs: Callable[[int], float], most: int, first: int, known: Iterable[int]) -> int:
@@ -244,14 +254,15 @@ class BatchSearch:
         """
         step, end = self.multiple_of, most // self.multiple_of + 1
         found = {batch // step: needs(batch) for batch in list(known) if batch <= most}
-        for steps in itertools.count():
+        low, first_known = 0, len(found)
+        while True:
             high = min((number for number, needed in found.items() if needed > self.allowed), default=end)
             low = max((number for number in found if number < high), default=0)
             number = _guess(found, self.allowed) if found else first // step
             is_near = low > 0 and len(found) > 2 and number - low < max(1, RESOLUTION * low)
             if high - low <= 1 or is_near:
                 break
-            if steps > MOST_LINES and high < end:
+            if len(found) - first_known > MOST_LINES and high < end:
                 number = (low + high) // 2
             number = min(max(number, low + 1), high - 1, *([MOST_GROWTH * low] if low else []))
             found[number] = needs(number * step)
@@ -280,13 +291,19 @@ class BatchSearch:
         self.compiled.append(_Compiled(batch, one, peak, fixed, temp, real_fixed, figures))
         if candidate is None:
             self.plain_figures = figures
-        self.misses += temp + real_fixed > self.allowed
+
+    @property
+    def misses(self) -> int:
+        """How many of the compiled steps do not fit."""
+        return len(self.compiled) - len(self.fitting)
 
     @property
     def fitting(self) -> list[_Compiled]:
-        """The compiled steps that fit, of ascending batches."""
-        fits = [one for one in self.compiled if one.figures and one.temp + one.fixed <= self.allowed]
-        return sorted(fits, key=lambda one: one.batch)
+        """The compiled steps that fit, of ascending batches, and of one batch the fastest last."""
+        return sorted(filter(self.fits, self.compiled), key=lambda one: (one.batch, -one.candidate.extra_seconds))
+
+    def fits(self, one: _Compiled) -> bool:
+        return one.figures is not None and one.temp + one.fixed <= self.allowed
 
     def refusal(self) -> InfeasibleBudget:
         """The error where not even the smallest batch fits."""
