@@ -182,7 +182,7 @@ class BatchSearch:
     @property
     def margin(self) -> float:
         """By how much smaller than the budget the next step is to be."""
-        if not self.fitting and self.misses >= MOST_MISSES:
+        if self.must_go_on and self.misses >= MOST_MISSES:
             return SECOND_MARGIN
         is_first = len(self.compiled) == (self.devices > 1)
         return FIRST_MARGIN if is_first or self.misses else 1.0
@@ -222,7 +222,7 @@ class BatchSearch:
             self.compile(self.multiple_of if self.plain(first) > self.allowed else first, None)
         first = self.largest(self.plain, MOST_ROWS, first, self.planners) or first
         most = MOST_ROWS
-        while len(self.compiled) < MOST_COMPILATIONS and (self.misses < MOST_MISSES or not self.fitting):
+        while len(self.compiled) < MOST_COMPILATIONS and (self.misses < MOST_MISSES or self.must_go_on):
             batch = self.largest(self.least, most, first, self.least_peaks)
             if not batch and not self.fitting:
                 raise self.refusal()
@@ -278,12 +278,11 @@ class BatchSearch:
         planner = self.planner(batch)
         unchanged = planner.original.unchanged
         one = candidate or Candidate(unchanged, unchanged.problem.plain)
-        fixed, figures, refusal = fixed_bytes(planner), None, None
+        fixed, figures = fixed_bytes(planner), None
         try:
             figures = planner.measure(candidate)
             temp, real_fixed = figures.temp_bytes, figures.physical_peak_bytes - figures.temp_bytes
-        except CompilationOutOfMemory as error:
-            refusal = error
+        except CompilationOutOfMemory as refusal:
             self.allowed = min(self.allowed, refusal.limit_bytes or self.allowed)
             real_fixed = int(self.fixed_line(fixed))
             temp = max(refusal.needed_bytes or int(SECOND_MARGIN * self.allowed), self.allowed) - real_fixed
@@ -291,6 +290,11 @@ class BatchSearch:
         self.compiled.append(_Compiled(batch, one, peak, fixed, temp, real_fixed, figures))
         if candidate is None:
             self.plain_figures = figures
+
+    @property
+    def must_go_on(self) -> bool:
+        """Whether nothing fits but, of a divided step, the one that was compiled to see how it lies on its devices."""
+        return not any(map(self.fits, self.compiled[self.devices > 1 :]))
 
     @property
     def misses(self) -> int:
