@@ -134,8 +134,9 @@ def largest_batch(
     """Find the largest batch with which a step fits a budget, and the batch that is fastest for each sample.
 
     Batches are planned as `optimize(train_step, budget=budget)` plans them. The largest that is predicted to fit is
-    confirmed by the compiler: at most four steps are compiled, at most two of which do not fit. (More of a sharded step
-    that would communicate more; see `repeat_collectives` of `optimize`.) Nothing runs.
+    confirmed by the compiler: at most four steps are compiled, at most two of which do not fit. Nothing runs. A sharded
+    step whose plan would communicate more than the original step is planned again, which compiles more; where nothing
+    else fits the plan's note says how many arrays are sent.
 
     Args:
         train_step: a step as for `optimize`.

@@ -12,7 +12,7 @@ from remat_opt.__main__ import main
 from remat_opt.targets import remote
 
 HERE = "test_plan_command"
-PARAMS = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 3
+PARAMS = [jax.ShapeDtypeStruct((128, 128), jnp.float32)] * 2
 number = 7
 
 

@@ -94,11 +94,15 @@ class LargestBatch:
                 f"{format_seconds(point.seconds):>12}{point.samples_per_second:12,.0f}"
             )
         missed = f", {self.misses} of which did not fit" if self.misses else ""
-        said = (
+        compiled = (
             f"Compiled, the largest batch has a physical peak of {format_bytes(self.measured.physical_peak_bytes)} "
             f"({format_count(self.compilations, 'compilation')}{missed}). Times and the other peaks are predicted."
         )
-        return "\n".join([title, "", *lines, "", *textwrap.wrap(said, _WIDTH)])
+        by_xla = self.measured.recomputed_by_xla
+        notes = [compiled, f"XLA itself recomputes {format_count(by_xla, 'instruction')} in it." if by_xla else ""]
+        notes.append(f"Plan: {self.plan.note}." if self.plan.note else "")
+        said = [line for note in filter(None, notes) for line in ("", *textwrap.wrap(note, _WIDTH))]
+        return "\n".join([title, "", *lines, *said])
 
 
 def _figures_of(point: BatchPoint) -> dict[str, Any]:
