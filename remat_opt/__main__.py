@@ -35,6 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"remat_opt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_plan(commands)
+    _add_targets(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a real network, plain and optimised side by side, and compare memory, time and results",
@@ -58,6 +65,9 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     demo.add_argument("--explain", action="store_true", help="also print what is saved, what is recomputed, and why")
     demo.set_defaults(command=_demo)
+
+
+def _add_plan(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="plan a step for a device that need not be here: what is saved, memory, time, the largest batch",
@@ -80,6 +90,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_argument("--json", action="store_true", help="print JSON instead")
     plan.set_defaults(command=_plan)
+
+
+def _add_targets(commands: Any) -> None:
     targets = commands.add_parser(
         "targets",
         help="list the devices that steps can be planned and compiled for",
@@ -88,7 +101,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     targets.add_argument("--json", action="store_true", help="print JSON instead: bytes, bytes/s and FLOP/s")
     targets.set_defaults(command=_targets)
-    return parser
 
 
 def _positive(text: str) -> int:
