@@ -81,7 +81,9 @@ def _add_plan(commands: Any) -> None:
         "it is called with a batch size",
     )
     plan.add_argument("--target", metavar="NAME", help="the device; `targets` lists them (default: the attached one)")
-    plan.add_argument("--budget", type=_budget, metavar="BUDGET", help="as of the demo")
+    plan.add_argument(
+        "--budget", type=_budget, metavar="BUDGET", help='"60GB", "12GiB", 0.5 (of the temporary memory) or min'
+    )
     plan.add_argument(
         "--largest-batch", action="store_true", help="find the largest batch that fits, by default the device's memory"
     )
