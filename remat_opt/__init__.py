@@ -12,21 +12,25 @@ from typing import Any as _Any
 from remat_opt.trace import supported as _supported  # noqa: F401, it refuses a JAX that is too old
 
 # isort: split
-from remat_opt.api import frontier, measure, optimize
+from remat_opt.api import frontier, largest_batch, measure, optimize
 from remat_opt.callable.checkpointing import NamesPolicy, checkpoint, policy
 from remat_opt.callable.frontier import Frontier, FrontierPoint
 from remat_opt.callable.function import OptimizedFunction
+from remat_opt.callable.largest_batch import LargestBatch
 from remat_opt.callable.measure import Measurement
 from remat_opt.callable.warning import RematWarning
+from remat_opt.planner.batch_size import BatchPoint
 from remat_opt.planner.budget import InfeasibleBudget
 from remat_opt.planner.plan import Plan, PlanError
 from remat_opt.report.explain import Explanation
 
 __all__ = [
+    "BatchPoint",
     "Explanation",
     "Frontier",
     "FrontierPoint",
     "InfeasibleBudget",
+    "LargestBatch",
     "Measurement",
     "NamesPolicy",
     "OptimizedFunction",
@@ -35,6 +39,7 @@ __all__ = [
     "RematWarning",
     "checkpoint",
     "frontier",
+    "largest_batch",
     "measure",
     "optimize",
     "policy",

@@ -35,6 +35,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"remat_opt {__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_demo(commands)
+    _add_plan(commands)
+    _add_targets(commands)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="train a real network, plain and optimised side by side, and compare memory, time and results",
@@ -58,7 +65,44 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     demo.add_argument("--explain", action="store_true", help="also print what is saved, what is recomputed, and why")
     demo.set_defaults(command=_demo)
-    return parser
+
+
+def _add_plan(commands: Any) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="plan a step for a device that need not be here: what is saved, memory, time, the largest batch",
+        description="Plans a training step, compiles it for the device, plain and optimised, and lists what other "
+        "amounts of memory would cost. Nothing runs.",
+    )
+    plan.add_argument(
+        "function",
+        metavar="package.module:function",
+        help="returns the step and a tuple of its arguments (jax.ShapeDtypeStructs are enough); with --largest-batch "
+        "it is called with a batch size",
+    )
+    plan.add_argument("--target", metavar="NAME", help="the device; `targets` lists them (default: the attached one)")
+    plan.add_argument(
+        "--budget", type=_budget, metavar="BUDGET", help='"60GB", "12GiB", 0.5 (of the temporary memory) or min'
+    )
+    plan.add_argument(
+        "--largest-batch", action="store_true", help="find the largest batch that fits, by default the device's memory"
+    )
+    plan.add_argument(
+        "--multiple-of", type=_positive, metavar="N", help="the largest batch is a multiple of N (default: 1)"
+    )
+    plan.add_argument("--json", action="store_true", help="print JSON instead")
+    plan.set_defaults(command=_plan)
+
+
+def _add_targets(commands: Any) -> None:
+    targets = commands.add_parser(
+        "targets",
+        help="list the devices that steps can be planned and compiled for",
+        description="Lists the devices with their memory, rates and bandwidth, and whether the compiler for each is "
+        "installed; the device itself need not be here.",
+    )
+    targets.add_argument("--json", action="store_true", help="print JSON instead: bytes, bytes/s and FLOP/s")
+    targets.set_defaults(command=_targets)
 
 
 def _positive(text: str) -> int:
@@ -84,6 +128,44 @@ def _budget(text: str) -> int | float | str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return budget
+
+
+def _plan(given: Any, parser: argparse.ArgumentParser) -> int:
+    if given.multiple_of and not given.largest_batch:
+        parser.error("--multiple-of goes with --largest-batch")
+    if given.largest_batch and (isinstance(given.budget, float) or given.budget == "min"):
+        parser.error(f'--largest-batch needs a budget in bytes, as "60GB"; got {given.budget!r}')
+    from remat_opt.plan_command import WrongStep, find_function, make_report
+    from remat_opt.targets import TargetUnavailable, resolve_target
+
+    try:
+        target = resolve_target(given.target)
+    except ValueError as error:
+        parser.error(str(error))
+    if given.largest_batch and given.budget is None and target.memory_bytes is None:
+        parser.error(f"--largest-batch needs a budget for {target.name}, as --budget 8GB: its memory is the host's")
+    multiple_of = (given.multiple_of or 1) if given.largest_batch else None
+    try:
+        report = make_report(find_function(given.function), given.target, given.budget, multiple_of)
+    except WrongStep as error:
+        parser.error(str(error))
+    except InfeasibleBudget as error:
+        print(f"the budget cannot be kept: {error}", file=sys.stderr)
+        return 1
+    except TargetUnavailable as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(json.dumps(report.as_json(), indent=1) if given.json else report)
+    return 0
+
+
+def _targets(given: Any, parser: argparse.ArgumentParser) -> int:
+    from remat_opt.report.devices import device_records, device_table
+    from remat_opt.targets import TARGETS
+
+    devices = TARGETS.values()
+    print(json.dumps(device_records(devices), indent=1) if given.json else device_table(devices))
+    return 0
 
 
 def _demo(given: Any, parser: argparse.ArgumentParser) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_opt.callable.frontier import Frontier, trace_frontier
 from remat_opt.callable.function import OptimizedFunction
+from remat_opt.callable.largest_batch import LargestBatch, check_batch_settings, search_largest_batch
 from remat_opt.callable.measure import Measurement, measure_step
 from remat_opt.callable.resolving import bind, is_optimized, resolve
 from remat_opt.planner.plan import Plan
@@ -119,6 +120,53 @@ def frontier(
     """
     step = _optimized(fun, check_settings(target=target, solver=solver, split=split), {}, "frontier")
     return step.ask(functools.partial(trace_frontier, budgets=budgets), args, kwargs)
+
+
+def largest_batch(
+    train_step: Any,
+    make_args: Callable[[int], tuple],
+    budget: int | str | None = None,
+    target: str | Target | None = None,
+    multiple_of: int = 1,
+    *,
+    split: bool | int | str = False,
+    repeat_collectives: bool = False,
+    **jit_options: Any,
+) -> LargestBatch:
+    """Find the largest batch with which a step fits a budget, and the batch that is fastest for each sample.
+
+    Batches are planned as `optimize(train_step, budget=budget)` plans them. The largest that is predicted to fit is
+    confirmed by the compiler: at most four steps are compiled, at most two of which do not fit. Nothing runs. A sharded
+    step whose plan would communicate more than the original step is planned again, which compiles more; where nothing
+    else fits the plan's note says how many arrays are sent.
+
+    Args:
+        train_step: a step as for `optimize`.
+        make_args: takes a number of rows, of all devices together, and returns the step's arguments as a tuple, arrays
+            or `jax.ShapeDtypeStruct`s: the same trees for every batch, with other shapes.
+        budget: bytes as an int or as text ("12GiB", "800MB") that the physical peak of one device may take; default:
+            all of the target's memory.
+        target: the device to plan for; default: the attached backend.
+        multiple_of: batches are multiples of this number of rows.
+        split: as for `optimize`. In chunks ("auto") mostly the batch's own arrays are what limits it.
+        repeat_collectives: as for `optimize`.
+        **jit_options: as of `jax.jit`, in place of those of a jitted `train_step`.
+
+    Returns:
+        A `LargestBatch`: the batch, its plan, the compiler's figures, and predicted samples per second of it, of the
+        plain step's largest batch, and of the best batch in between. `print` it for a table.
+
+    Raises:
+        InfeasibleBudget: not even `multiple_of` rows fit; the message says what they and the state need.
+        ValueError: the budget is not in bytes, the target does not exist, `multiple_of` is not positive, or what
+            `make_args` returns does not change with the batch, or by more than its shapes.
+        TypeError: `train_step` or `make_args` is no function, or `make_args` returns no tuple.
+        TargetUnavailable: the target's compiler is not installed; the message names the extra.
+    """
+    options = {"split": split, "repeat_collectives": repeat_collectives}
+    settings = check_batch_settings(make_args, budget, target, multiple_of, **options)
+    step = _optimized(train_step, settings, jit_options, "largest_batch")
+    return search_largest_batch(step, settings, make_args, multiple_of)
 
 
 def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: Any) -> Measurement:

@@ -22,6 +22,7 @@ from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import remat_opt.callable.planned
+from remat_opt.targets import compile_lowered, resolve_target
 from remat_opt.targets.communication import read_collectives
 from tests.checks import equations_in
 
@@ -245,7 +246,41 @@ def compare_budgets(name: str) -> None:
     print(json.dumps(found), flush=True)
 
 
+def compare_batches(name: str) -> None:
+    """Find the largest batch of a step of three layers on a mesh, and print what one device needs."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    params = jax.eval_shape(new_state)[0][:3]
+    state = params, jax.eval_shape(OPTIMIZER.init, params)
+    state, x = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        (state, jax.ShapeDtypeStruct((BATCH, WIDTH), jnp.float32)),
+        (specs_of(state, True), P("data")),
+    )
+
+    def make_args(batch: int) -> tuple[Any, Any]:
+        return state, jax.ShapeDtypeStruct((batch, WIDTH), x.dtype, sharding=x.sharding)
+
+    found = remat_opt.largest_batch(step, make_args, "4MB", multiple_of=64, donate_argnums=0)
+    lowered = jax.jit(step, donate_argnums=0).lower(*make_args(found.batch))
+    plain = compile_lowered(lowered, resolve_target("cpu"))
+    print(
+        json.dumps(
+            {
+                "name": name,
+                "batch": found.batch,
+                "plain batch": found.plain and found.plain.batch,
+                "compilations": [found.compilations, found.misses],
+                "peaks": [plain.physical_peak_bytes, found.measured.physical_peak_bytes],
+                "collectives": [plain.collectives.arrays, found.measured.collectives.arrays],
+            }
+        ),
+        flush=True,
+    )
+
+
 def run(name: str) -> None:
+    if name == "largest batch":
+        return compare_batches(name)
     if name == "budgets":
         return compare_budgets(name)
     kind = name.removesuffix(", repeated").removesuffix(", from its plan")

@@ -90,6 +90,18 @@ def test_a_sharded_step_needs_less_on_each_device_and_computes_the_same(name: st
         assert found["all-reduces"] == [plain, ours]
 
 
+def test_the_largest_batch_is_of_all_devices_and_its_memory_of_one(result: Asked) -> None:
+    found = result("largest batch")
+    plain, ours = found["peaks"]
+    assert found["batch"] % 64 == 0
+    assert 0.85 * 4e6 < ours <= 4e6 < plain
+    assert 0 < found["plain batch"] < found["batch"]
+    compilations, misses = found["compilations"]
+    assert compilations <= 4
+    assert misses <= 2
+    assert found["collectives"][1] <= found["collectives"][0]
+
+
 def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed(result: Asked) -> None:
     saved, repeated = result("model"), result("model, repeated")
     assert repeated["collectives"][1] > repeated["collectives"][0] == saved["collectives"][0]

@@ -47,7 +47,7 @@ def test_the_environment_of_the_child() -> None:
 
 @pytest.mark.parametrize(("name", "extra"), [("h200", "cuda-aot"), ("v5e", "tpu-aot")])
 def test_a_missing_compiler_is_named_with_its_extra(name: str, extra: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "_is_installed", lambda module: False)
+    monkeypatch.setattr(remote, "_can_be_imported", lambda module: False)
     with pytest.raises(TargetUnavailable, match=rf'not installed.*pip install "remat_opt\[{extra}\]"'):
         measure_flat(double, SMALL, target=name)
 

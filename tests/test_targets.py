@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import step_networks as networks
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from benchmarks.live_buffers import read_live_buffers
 from remat_opt.targets import (
@@ -76,19 +77,22 @@ SMALL = [jax.ShapeDtypeStruct((64,), jnp.float32)]
 
 
 def test_the_table_has_the_devices_with_sensible_figures() -> None:
-    assert {"cpu", "h200", "h100", "a100", "v5e", "v5p", "v6e"} <= set(TARGETS)
+    assert {"cpu", "h200", "h100", "gh200", "b200", "gb200", "a100", "l40s", "l4", "a10g", "t4"} <= set(TARGETS)
+    assert {"rtx4090", "rtx5090", "v2", "v3", "v4", "v5e", "v5p", "v6e", "tpu7x"} <= set(TARGETS)
     for name, target in TARGETS.items():
         assert target.name == name
         assert target.flops["bfloat16"] >= target.flops["float32"] > target.bandwidth > 0
         if target.platform != "cpu":
             assert target.memory_bytes is not None
-            assert target.memory_bytes > 10**10
+            assert target.memory_bytes >= 8 * 2**30
             assert target.compiler_config
+            assert (target.host_bandwidth is not None) == (target.platform == "cuda")
+            assert target.host_bandwidth is None or 1e10 < target.host_bandwidth < target.bandwidth
         assert hash(target) == hash(resolve_target(name))
 
 
 def test_an_unknown_target_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown target 'h300'.*cpu, h200, h100, a100, v5e, v5p, v6e"):
+    with pytest.raises(ValueError, match=r"unknown target 'h300'.*cpu, h200, h100, gh200,.* v5e, v5p, v6e,"):
         resolve_target("h300")
     with pytest.raises(TypeError, match='got int; write for example target="h200"'):
         resolve_target(200)
@@ -160,7 +164,8 @@ def test_the_child_reads_what_this_process_reads_for_the_cpu() -> None:
     assert away.compiler == here.compiler
 
 
-@pytest.mark.parametrize("name", ["h200", "h100", "a100"])
+# One of each architecture: compute capability 9.0, 8.0, 7.5, 8.6, 8.9, 10.0 and 12.0.
+@pytest.mark.parametrize("name", ["h200", "a100", "t4", "a10g", "l40s", "b200", "rtx5090"])
 def test_figures_for_an_absent_gpu(name: str) -> None:
     figures = measure_flat(conv_step, AVALS, donated=DONATED, target=name)
     assert LAYERS * ACTIVATION_BYTES <= figures.temp_bytes <= 4 * LAYERS * ACTIVATION_BYTES
@@ -183,9 +188,17 @@ def test_figures_for_an_absent_tpu() -> None:
     assert "libtpu" in figures.compiler
 
 
-@pytest.mark.parametrize("name", ["v5p", "v6e"])
+@pytest.mark.parametrize("name", ["v5p", "v6e", "tpu7x", "v4", "v3"])
 def test_the_other_tpus_compile(name: str) -> None:
     assert measure_flat(double, SMALL, target=name).target == name
+
+
+@pytest.mark.parametrize(("name", "devices"), [("v4:2x2x1", 4), ("tpu7x:2x2x1", 8)])
+def test_a_topology_has_the_devices_that_jax_counts(name: str, devices: int) -> None:
+    mesh = AbstractMesh((devices,), ("x",), axis_types=(AxisType.Auto,))
+    rows = jax.ShapeDtypeStruct((8 * devices, 128), jnp.float32, sharding=NamedSharding(mesh, PartitionSpec("x")))
+    assert resolve_target(name).devices == devices
+    assert measure_flat(double, [rows], target=name).argument_bytes == 8 * 128 * 4
 
 
 def test_without_donation_nothing_is_reused() -> None:

@@ -16,6 +16,7 @@ from remat_opt.callable.adapters import AdaptedFunction, lifted
 from remat_opt.callable.bound import BoundFunction
 from remat_opt.callable.donation import Undonated
 from remat_opt.callable.planned import PlannedFunction, PlanNeeded
+from remat_opt.planner.decision import Measure
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
@@ -151,6 +152,10 @@ class OptimizedFunction:
         if symbolic := compat.symbolic_inputs(traced):
             raise ValueError(f"expected shapes of numbers, whose bytes can be counted, got {symbolic[0]}")
         return read_step(traced, self.settings, self.options, (args, kwargs))
+
+    def compiler(self, *args, **kwargs) -> Measure:
+        """What compiles a candidate for the step that `prepare` reads for these arguments."""
+        return functools.partial(self._planned.measure, args, kwargs)
 
     def ask(self, question: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         """`question(function, args, kwargs)` of this function, or of what stands in for it when called with modules."""

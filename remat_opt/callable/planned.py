@@ -199,7 +199,7 @@ class PlannedFunction:
 
     def _decide(self, prepared: Prepared, args: tuple, kwargs: dict) -> Decision:
         outside = compat.outside_of_any_trace()
-        measure = functools.partial(self._measure, args, kwargs) if outside and self._settings.verify else None
+        measure = functools.partial(self.measure, args, kwargs) if outside and self._settings.verify else None
         try:
             return decide_step(prepared, self._settings, self._options, measure)
         except Exception as error:
@@ -209,7 +209,7 @@ class PlannedFunction:
                 raise
             return original_after(error, "planning", prepared, self._settings)
 
-    def _measure(self, args: tuple, kwargs: dict, prepared: Prepared, solution: Solution | None) -> Figures:
+    def measure(self, args: tuple, kwargs: dict, prepared: Prepared, solution: Solution | None) -> Figures:
         """Compile a candidate (None: the original step) for the target."""
         if prepared.target.name != resolve_target(None).name:
             return compile_candidate(prepared, solution, self._options.get("compiler_options"))

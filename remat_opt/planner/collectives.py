@@ -27,8 +27,8 @@ from remat_opt.trace.inline import Constant, Equation, Program
 MOST_ROUNDS = 4  # a step that is planned again may compute other things again
 
 
-def is_divided(program: Program, arguments: Any, jit_options: Any) -> bool:
-    """Whether a step runs on more than one device.
+def number_of_devices(program: Program, arguments: Any, jit_options: Any) -> int:
+    """On how many devices a step runs.
 
     Args:
         program: the step.
@@ -38,13 +38,8 @@ def is_divided(program: Program, arguments: Any, jit_options: Any) -> bool:
     shardings = [getattr(leaf, "sharding", None) for leaf in jax.tree.leaves(arguments)]
     shardings += jax.tree.leaves(jit_options)
     shardings += [value for equation in program.equations for value in equation.params.values()]
-    return _mesh_in_use() or any(_devices(one) > 1 for one in shardings)
-
-
-def _mesh_in_use() -> bool:
-    """Whether `jax.set_mesh` has set a mesh of more than one device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return not mesh.empty and mesh.size > 1
+    mesh = jax.sharding.get_abstract_mesh()  # that `jax.set_mesh` has set
+    return max(1 if mesh.empty else mesh.size, *map(_devices, shardings), 1)
 
 
 def _devices(sharding: Any) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 
 from jax.extend.core import primitives as P
 
-from remat_opt.planner.collectives import is_divided, note_explicit_collectives, without_repeats
+from remat_opt.planner.collectives import note_explicit_collectives, number_of_devices, without_repeats
 from remat_opt.planner.decision import Decision, Measure
 from remat_opt.planner.plan_files import saved_or_new
 from remat_opt.planner.planning import decide
@@ -37,7 +37,12 @@ def read_step(traced: Any, settings: Settings, options: dict[str, Any], argument
             "expected jaxlib 0.11.1 or newer for offload=True in a step with lax.scan, got jaxlib 0.11.0, whose GPU "
             "compiler computes wrong gradients there (openxla/xla issue 46231). Write offload=False"
         )
-    marks = "" if is_divided(captured.program, arguments, options) else None
+    marks = "" if number_of_devices(captured.program, arguments, options) > 1 else None
+    if settings.offload and marks is not None:
+        raise ValueError(
+            "expected a step of one device for offload=True, got one that a mesh divides: copies to the hosts of "
+            "several devices are not planned yet. Write offload=False"
+        )
     program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
     prepared = prepare(dataclasses.replace(captured, program=program), target)
     return dataclasses.replace(prepared, offloads=settings.offload)

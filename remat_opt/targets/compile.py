@@ -8,11 +8,12 @@ from typing import Any
 
 import jax
 
-from remat_opt.targets.devices import Target, attached_target, resolve_target
+from remat_opt.targets.devices import attached_target, resolve_target
 from remat_opt.targets.errors import compiler_error
 from remat_opt.targets.export import export_flat
 from remat_opt.targets.figures import Figures, read_figures
 from remat_opt.targets.remote import Worker, check_installed, shared_worker
+from remat_opt.targets.target import Target
 
 
 def measure_flat(

@@ -11,8 +11,8 @@ import jax
 from jax.extend import core as extend_core
 
 from remat_opt.targets.callbacks import without_callbacks
-from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import ProgramNotPortable, TargetUnavailable
+from remat_opt.targets.target import Target
 from remat_opt.trace.avals import abstract
 
 _WITHOUT_CALLBACKS = (

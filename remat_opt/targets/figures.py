@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from remat_opt.targets.communication import Collectives, read_collectives
-from remat_opt.targets.devices import Target
+from remat_opt.targets.target import Target
 from remat_opt.targets.worker import compiled_figures
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from remat_opt.targets.devices import Target
+from remat_opt.targets.target import Target
 from remat_opt.trace import compat
 from remat_opt.trace.placement import device_lowered_for
 from remat_opt.trace.platforms import GPUS

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from remat_opt.targets.devices import Target
 from remat_opt.targets.errors import (
     MESSAGE_CHARACTERS,
     CompilationFailed,
@@ -26,6 +25,7 @@ from remat_opt.targets.errors import (
 )
 from remat_opt.targets.export import PortableProgram
 from remat_opt.targets.figures import Figures, figures_of
+from remat_opt.targets.target import Target
 
 _WORKER_FILE = Path(__file__).with_name("worker.py")
 
@@ -198,14 +198,28 @@ def check_installed(target: Target) -> None:
     if target.platform == "cpu":
         return
     extra, modules, words = _NEEDED_MODULES[target.platform]
-    if not any(_is_installed(module) for module in modules):
+    if not any(_can_be_imported(module) for module in modules):
         raise TargetUnavailable(
             f"compiling for {target.name} needs {words}, which is not installed (linux x86_64 has it); "
             f'write: pip install "remat_opt[{extra}]"'
         )
 
 
-def _is_installed(module: str) -> bool:
+def is_installed(target: Target) -> bool:
+    """Whether there is a compiler that works without the device."""
+    try:
+        check_installed(target)
+    except TargetUnavailable:
+        return False
+    return True
+
+
+def extra_for(target: Target) -> str:
+    """The extra that holds the compiler for an absent device; empty where none does."""
+    return _NEEDED_MODULES[target.platform][0] if target.platform in _NEEDED_MODULES else ""
+
+
+def _can_be_imported(module: str) -> bool:
     """Whether a module can be imported, without importing it."""
     try:
         return importlib.util.find_spec(module) is not None

@@ -88,7 +88,9 @@ def _devices(platform: str, config: str) -> Any:
         return jax.devices("cpu")
     if platform == "cuda":
         return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
-    return topologies.get_topology_desc(platform=platform, topology_name=config).devices
+    name, *told = config.split(",")
+    options = dict(one.split("=", 1) for one in told)
+    return topologies.get_topology_desc(platform=platform, topology_name=name, **options).devices
 
 
 def _shardings(exported: Any, axes: list[list[Any]], devices: Any) -> tuple[list[Any], Any]:
