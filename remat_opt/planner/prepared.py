@@ -24,6 +24,7 @@ from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
 from remat_opt.trace.inline import Program, inline
 from remat_opt.trace.names import name_values
+from remat_opt.trace.placement import flat_shardings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -97,7 +98,8 @@ class Prepared:
     @functools.cached_property
     def batch(self) -> Batch | None:
         """The batch of the program; None where there is nothing that could be one."""
-        return find_batch(self.captured.program)
+        shardings = flat_shardings(self.captured.traced)[0] if self.is_divided else ()
+        return find_batch(self.captured.program, shardings)
 
     def in_chunks(self, chunks: int) -> Prepared:
         """The same step with its batch split; see `splitting.py` for what is checked before.

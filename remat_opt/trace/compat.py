@@ -85,7 +85,7 @@ COLLECTIVES = frozenset(one for one in vars(_parallel).values() if isinstance(on
 }
 
 
-reshard_p = _pjit.reshard_p
+reshard_p, sharding_constraint_p = _pjit.reshard_p, _pjit.sharding_constraint_p
 
 
 def without_axis_effects(effects: Iterable[Any]) -> frozenset:
@@ -161,10 +161,13 @@ def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
 
 @contextlib.contextmanager
 def equation_context(source_info: Any, context: Any, scope: str | None = None) -> Iterator[None]:
-    """The source line, name stack (with a scope in front) and configuration that an equation was traced under."""
+    """The source line, name stack (with a scope in front) and configuration that an equation was traced under; its mesh
+    is that of the `shard_map` around, where there is one."""
     outer = source_info_util.current_name_stack()
     name_stack = (outer if scope is None else outer.extend(scope)) + source_info.name_stack
-    with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager:
+    mesh = jax.sharding.get_abstract_mesh()
+    mapped = jax.sharding.use_abstract_mesh(mesh) if mesh.manual_axes else contextlib.nullcontext()
+    with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager, mapped:
         yield
 
 
