@@ -160,6 +160,21 @@ def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
 
 
 @contextlib.contextmanager
+def mapped_context(params: dict[str, Any]) -> Iterator[None]:
+    """What the body of a `shard_map` equation is traced under: it may name the axes of a mesh."""
+    mesh = params["mesh"].abstract_mesh
+    manual = {*params["newly_manual_axes"], *mesh.manual_axes}
+    inner = mesh.update_axis_types(dict.fromkeys(manual, jax.sharding.AxisType.Manual))
+    axes = [(name, size) for name, size in mesh.shape.items() if name in manual]
+    with (
+        _core.extend_axis_env_nd(axes),
+        jax.sharding.use_abstract_mesh(inner),
+        _config._check_vma(params["check_vma"]),
+    ):
+        yield
+
+
+@contextlib.contextmanager
 def equation_context(source_info: Any, context: Any, scope: str | None = None) -> Iterator[None]:
     """The source line, name stack (with a scope in front) and configuration that an equation was traced under; its mesh
     is that of the `shard_map` around, where there is one."""
