@@ -59,8 +59,8 @@ class Devices:
     def _typed(self, array: Any, spec: PartitionSpec) -> Any:
         """An array whose type says that it is divided over these axes as in `spec`; others say nothing of devices."""
         own = jax.typeof(array).sharding
-        if not has_explicit_axes(own):
-            return array
+        if own.mesh.empty:  # an array that is not of the program
+            own = NamedSharding(self.mesh, PartitionSpec(*[None] * jax.numpy.ndim(array)))
         wanted = list(self.without(own.spec))
         if spec:
             wanted[len(spec) - 1] = spec[-1]
