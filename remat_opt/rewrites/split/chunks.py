@@ -8,6 +8,7 @@ from typing import Any
 from jax import lax
 
 from remat_opt.rewrites.split.analysis import Analysis
+from remat_opt.rewrites.split.devices import as_here
 from remat_opt.rewrites.split.layouts import Chunk, Layout, Sum
 from remat_opt.trace import compat
 from remat_opt.trace.evaluation import bind
@@ -62,7 +63,7 @@ class ChunkValues:
     def evaluate(self, equations: Iterable[int], note: Callable[[int], None] = lambda value: None) -> None:
         """Run equations, by index in program order; `note` is told each value of the chunk as soon as it is there."""
         for index in equations:
-            equation = self.chunk.on_device(self.analysis.program.equations[index])
+            equation = as_here(self.analysis.program.equations[index])
             run = self.analysis.runs.get(index)
             if run is None:
                 results = bind(equation, [self.read(x, None) for x in equation.inputs])

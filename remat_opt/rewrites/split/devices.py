@@ -14,8 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import primitives as P
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from remat_opt.trace import compat
 from remat_opt.trace.inline import Equation
 
 
@@ -46,66 +48,63 @@ class Devices:
 
     def mapped(self, fun: Callable, in_specs: Sequence[PartitionSpec], out_specs: Sequence[PartitionSpec]) -> Callable:
         """A function that each device runs on its part. What must be whole is gathered first."""
-        inner = jax.shard_map(
+        # On a mesh of explicit axes the context has them as the compiler's here (`untyped`).
+        context = jax.sharding.get_abstract_mesh()
+        return jax.shard_map(
             fun,
-            mesh=self.mesh,
+            mesh=self.mesh if context.empty else context,
             in_specs=tuple(in_specs),
             out_specs=tuple(out_specs),
             axis_names={*self.axes},
             check_vma=False,
         )
-        return lambda *arrays: inner(*(self._typed(x, spec) for x, spec in zip(arrays, in_specs, strict=True)))
 
-    def _typed(self, array: Any, spec: PartitionSpec) -> Any:
-        """An array whose type says that it is divided over these axes as in `spec`; others say nothing of devices."""
-        own = jax.typeof(array).sharding
-        if own.mesh.empty:  # an array that is not of the program
-            own = NamedSharding(self.mesh, PartitionSpec(*[None] * jax.numpy.ndim(array)))
-        wanted = list(self.without(own.spec))
-        if spec:
-            wanted[len(spec) - 1] = spec[-1]
-        return as_typed(array, NamedSharding(own.mesh, PartitionSpec(*wanted)))
 
-    def without(self, spec: PartitionSpec) -> PartitionSpec:
-        """A partition as it is for one of these devices."""
+def untyped(fun: Callable, avals: Sequence[Any]) -> Callable:
+    """A function in which no type says where an array is on a mesh: that is left to the compiler.
 
-        def left(entry: Any) -> Any:
-            names = names_in(entry)
-            kept = tuple(name for name in names if name not in self.axes)
-            return entry if kept == names else kept or None
+    Beside axes of a `shard_map`, others that are in the types are gathered where it begins and ends (jax 0.10).
 
-        return PartitionSpec(*map(left, spec))
+    Args:
+        fun: returns a tuple.
+        avals: of its results.
+    """
+    shardings = tuple(aval.sharding for aval in avals)
+    axes = {name for one in shardings for name in explicit_axes(one.mesh)}
+    return jax.sharding.auto_axes(fun, axes=tuple(axes), out_sharding=shardings) if axes else fun
 
-    def on_one(self, equation: Equation) -> Equation:
-        """An equation as each device runs it; parameters may name the mesh."""
-        params = {name: self._on_one(value) for name, value in equation.params.items()}
-        return dataclasses.replace(equation, params=params)
 
-    def _on_one(self, value: Any) -> Any:
-        if isinstance(value, NamedSharding) and not value.mesh.empty:
-            return NamedSharding(jax.sharding.get_abstract_mesh(), self.without(value.spec))
-        is_mesh = isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) and not value.empty
-        return jax.sharding.get_abstract_mesh() if is_mesh else value
+def as_here(equation: Equation) -> Equation:
+    """An equation whose parameters name a mesh, for the part of an array that is there in the context of a loop."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        return equation
+    if equation.primitive is compat.reshard_p and explicit_axes(equation.params["dst_sharding"].mesh):
+        return dataclasses.replace(equation, primitive=P.copy_p, params={})
+    is_constraint = equation.primitive is compat.sharding_constraint_p
+    params = {name: _as_here(value, mesh, is_constraint) for name, value in equation.params.items()}
+    return dataclasses.replace(equation, params=params)
 
-    def sharding_of(self, aval: Any) -> Any:
-        """Of a value's part, where its type says it; else None."""
-        if not has_explicit_axes(getattr(aval, "sharding", None)):
+
+def _as_here(value: Any, mesh: Any, is_constraint: bool) -> Any:
+    if isinstance(value, NamedSharding) and not value.mesh.empty:
+        if explicit_axes(value.mesh) - explicit_axes(mesh) and not is_constraint:
             return None
-        return NamedSharding(jax.sharding.get_abstract_mesh(), self.without(aval.sharding.spec))
+        return NamedSharding(mesh, PartitionSpec(*(_without(entry, mesh.manual_axes) for entry in value.spec)))
+    is_mesh = isinstance(value, (jax.sharding.Mesh, jax.sharding.AbstractMesh)) and not value.empty
+    return mesh if is_mesh else value
 
 
-def as_typed(array: Any, sharding: Any) -> Any:
-    """An array of which the type says where it is; the array itself where types do not."""
-    own = jax.typeof(array).sharding
-    if not has_explicit_axes(sharding) or own.spec == sharding.spec:
-        return array
-    return jax.sharding.reshard(array, sharding)
+def _without(entry: Any, axes: Sequence[str]) -> Any:
+    names = names_in(entry)
+    kept = tuple(name for name in names if name not in axes)
+    return entry if kept == names else kept or None
 
 
-def has_explicit_axes(sharding: Any) -> bool:
-    """Whether a sharding is one of a mesh with axes that are in the types of arrays."""
-    mesh = getattr(sharding, "mesh", None)
-    return mesh is not None and not mesh.empty and AxisType.Explicit in mesh.axis_types
+def explicit_axes(mesh: Any) -> set[str]:
+    """Axes of a mesh that are in the types of arrays."""
+    kinds = () if mesh.empty else mesh.axis_types
+    return {name for name, kind in zip(mesh.axis_names, kinds, strict=False) if kind is AxisType.Explicit}
 
 
 def names_in(entry: Any) -> tuple[str, ...]:

@@ -35,10 +35,10 @@ class Sum(enum.Enum):
         """The result of the chunks so far and of one more."""
         return part if self is Sum.SAME else _COMBINE[self](total, lax.convert_element_type(part, total.dtype))
 
-    def start(self, aval: Any, sharding: Any = None) -> Any:
+    def start(self, aval: Any) -> Any:
         """The result of no chunk: of the type in which chunks are combined."""
         dtype = accumulated(aval.dtype) if self is Sum.ADD else aval.dtype
-        return lax.full(aval.shape, _neutral(self, dtype), dtype, sharding=sharding)
+        return lax.full(aval.shape, _neutral(self, dtype), dtype)
 
     def over(self, parts: Any) -> Any:
         """The result of parts that a leading axis has."""
@@ -126,10 +126,6 @@ class Chunk:
         """The part of what its device has of an array."""
         whole = array.shape[axis] * (self.devices.count if self.devices else 1)
         return lax.dynamic_slice_in_dim(array, self.start_on_device(array.shape[axis]), self.size(whole), axis)
-
-    def on_device(self, equation: Equation) -> Equation:
-        """An equation as its device runs it."""
-        return self.devices.on_one(equation) if self.devices else equation
 
     def first_only(self, array: Any) -> Any:
         """A whole array in the first chunk, zeros in the others: the sum over all chunks is the array."""

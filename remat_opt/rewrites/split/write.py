@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from remat_opt.rewrites.split.chunks import ChunkValues
-from remat_opt.rewrites.split.devices import Devices, as_typed
+from remat_opt.rewrites.split.devices import Devices, untyped
 from remat_opt.rewrites.split.layouts import Chunk, Sum
 from remat_opt.rewrites.split.stages import Stages, reads
 from remat_opt.trace.avals import abstract
@@ -86,15 +86,16 @@ class _Loop:
     ) -> tuple[list[Equation], dict[int, int | Constant]]:
         """Its equations, and the values that stand for those which leave it."""
         avals = [abstract(self.program.avals[value]) for value, _ in self.read]
-        part = inline(jax.make_jaxpr(self.on_all_devices)(*avals), keep_checkpoints=True)
+        run = untyped(self.on_all_devices, [self.program.avals[value] for value in self.left])
+        part = inline(jax.make_jaxpr(run)(*avals), keep_checkpoints=True)
         equations, results = tracing.placed(part, [number.get(value, value) for value, _ in self.read])
         return equations, dict(zip(self.left, results, strict=True))
 
-    def on_all_devices(self, *operands: Any) -> list[Any]:
+    def on_all_devices(self, *operands: Any) -> tuple[Any, ...]:
         """The values that leave it."""
         devices = self.devices
         if devices is None:
-            return self.run(np.int32(0), operands)
+            return tuple(self.run(np.int32(0), operands))
 
         def on_one(device: Any, *operands: Any) -> tuple[Any, ...]:
             results = self.run(lax.mul(lax.squeeze(device, (0,)), np.int32(self.chunks)), operands)
@@ -104,7 +105,7 @@ class _Loop:
         in_specs = [devices.spec(0), *(devices.spec(layout) for _, layout in self.read)]
         mapped = devices.mapped(on_one, in_specs, [self.out_spec(value, devices) for value in self.left])
         results = mapped(np.arange(devices.count, dtype=np.int32), *operands)
-        return [self.added_up(value, x) for value, x in zip(self.left, results, strict=True)]
+        return tuple(self.added_up(value, x) for value, x in zip(self.left, results, strict=True))
 
     def is_summed(self, value: int) -> bool:
         """Whether devices have different parts of it."""
@@ -116,10 +117,9 @@ class _Loop:
         return devices.spec(0 if self.is_summed(value) else layout if isinstance(layout, int) else None)
 
     def added_up(self, value: int, array: Any) -> Any:
-        """The result of all devices, of the type that it has without chunks."""
+        """The result of all devices."""
         layout = self.analysis.layouts[value]
-        whole = layout.over(array) if isinstance(layout, Sum) and self.is_summed(value) else array
-        return as_typed(whole, getattr(self.program.avals[value], "sharding", None))
+        return layout.over(array) if isinstance(layout, Sum) and self.is_summed(value) else array
 
     def run(self, first: Any, operands: Sequence[Any]) -> list[Any]:
         """What one device does.
@@ -160,9 +160,8 @@ class _Loop:
     def empty(self, value: int) -> Any:
         """What leaves the loop, before it begins."""
         aval, layout = self.program.avals[value], self.analysis.layouts[value]
-        sharding = self.devices.sharding_of(aval) if self.devices else None
         if isinstance(layout, Sum):
-            return layout.start(aval, sharding)
+            return layout.start(aval)
         count = self.devices.count if self.devices else 1
         shape = tuple(size // count if at == layout else size for at, size in enumerate(aval.shape))
-        return jnp.empty(shape, aval.dtype) if sharding is None else lax.full(shape, 0, aval.dtype, sharding=sharding)
+        return jnp.empty(shape, aval.dtype)
