@@ -27,7 +27,7 @@ def in_chunks(prepared: Prepared, chunks: int) -> Prepared:
     if batch is None or not batch.can_be_split:
         raise ValueError(f"expected a batch that can be split into {chunks}, found none{_needed(batch)}. {_INSTEAD}")
     rows = batch.rows_of_device
-    of_what = "the batch" if batch.devices is None else "each device"
+    of_what = "the batch" if batch.parts == 1 else "each device"
     if chunks > rows:
         raise ValueError(
             f"expected at most {rows} chunks, as {of_what} has rows, got split={chunks}. Write "
@@ -39,7 +39,7 @@ def in_chunks(prepared: Prepared, chunks: int) -> Prepared:
             min(k for k in batch.numbers if k > chunks),
         )
         near = " or ".join(f"split={k}" for k in (below, above) if k)
-        what = f"the batch of {rows}" if batch.devices is None else f"the {rows} rows of each device"
+        what = f"the batch of {rows}" if batch.parts == 1 else f"the {rows} rows of each device"
         raise ValueError(f"expected a number that divides {what}, got split={chunks}. Write {near}")
     return prepared.in_chunks(chunks)
 
@@ -60,7 +60,7 @@ def note_of_split(original: Prepared, chunks: int) -> str:
         return ""
     names = _names_of_arguments(original)
     split = ", ".join(f"{names[at]} along axis {axis}" for at, axis in batch.arguments)
-    on = f" on each of {batch.devices.count} devices" if batch.devices else ""
+    on = f" on each of {batch.parts} devices" if batch.parts > 1 else ""
     said = f"the batch of {batch.rows} ({split}) runs in {chunks} chunks{on}"
     needed = list(dict.fromkeys(map(place_of, (*batch.meetings, *batch.ends))))
     return f"{said}, the whole of it is needed by {'; '.join(needed[:MOST_NAMED])}" if needed else said

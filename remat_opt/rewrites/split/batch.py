@@ -99,9 +99,14 @@ class Batch:
         return self.shardings[at] if self.shardings else None
 
     @property
+    def parts(self) -> int:
+        """How many parts the rows are divided into, each on devices of its own."""
+        return self.devices.count if self.devices else 1
+
+    @property
     def rows_of_device(self) -> int:
         """How many rows one device has."""
-        return self.rows // (self.devices.count if self.devices else 1)
+        return self.rows // self.parts
 
     @property
     def numbers(self) -> tuple[int, ...]:

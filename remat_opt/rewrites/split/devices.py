@@ -107,6 +107,12 @@ def explicit_axes(mesh: Any) -> set[str]:
     return {name for name, kind in zip(mesh.axis_names, kinds, strict=False) if kind is AxisType.Explicit}
 
 
+def as_varying(array: Any, aval: Any) -> Any:
+    """A new array of a type that says over which axes of the user's `shard_map` a value varies."""
+    axes = getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+    return jax.lax.pcast(array, tuple(axes), to="varying") if axes else array
+
+
 def names_in(entry: Any) -> tuple[str, ...]:
     """Axes of a mesh that one axis of an array is divided over."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from remat_opt.rewrites.split.chunks import ChunkValues
-from remat_opt.rewrites.split.devices import Devices, untyped
+from remat_opt.rewrites.split.devices import Devices, as_varying, untyped
 from remat_opt.rewrites.split.layouts import Chunk, Sum
 from remat_opt.rewrites.split.stages import Stages, reads
 from remat_opt.trace.avals import abstract
@@ -161,7 +161,7 @@ class _Loop:
         """What leaves the loop, before it begins."""
         aval, layout = self.program.avals[value], self.analysis.layouts[value]
         if isinstance(layout, Sum):
-            return layout.start(aval)
+            return as_varying(layout.start(aval), aval)
         count = self.devices.count if self.devices else 1
         shape = tuple(size // count if at == layout else size for at, size in enumerate(aval.shape))
-        return jnp.empty(shape, aval.dtype)
+        return as_varying(jnp.empty(shape, aval.dtype), aval)
