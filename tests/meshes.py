@@ -250,6 +250,12 @@ def compare_budgets(name: str) -> None:
 def run(name: str) -> None:
     if name == "budgets":
         return compare_budgets(name)
+    if name.startswith("values of "):
+        from tests.split_on_meshes import compare_in_chunks
+
+        kind = AxisType.Explicit if name.endswith(", explicit axes") else AxisType.Auto
+        case = name.removeprefix("values of ").removesuffix(", explicit axes")
+        return print(json.dumps({"name": name, **compare_in_chunks(case, kind)}), flush=True)
     kind = name.removesuffix(", repeated").removesuffix(", from its plan").removesuffix(", split")
     ours: dict[str, Any] = {"repeat_collectives": True} if name.endswith("repeated") else {}
     ours |= {"split": 4} if name.endswith("split") else {}
