@@ -14,7 +14,7 @@ from typing import Any
 
 from remat_opt.rewrites.split.analysis import Analysis, analyse
 from remat_opt.rewrites.split.bodies import BODIES
-from remat_opt.rewrites.split.devices import Devices, devices_of
+from remat_opt.rewrites.split.devices import Devices, NotDivisible, devices_of
 from remat_opt.rewrites.split.layouts import Context
 from remat_opt.rewrites.split.rules import RULES
 from remat_opt.rewrites.split.stages import Stages, put_in_stages, reads
@@ -92,11 +92,15 @@ class Batch:
         Raises:
             NotDivisible: they are divided in a way in which no chunks can be taken.
         """
-        given = {at: (sharding, axis) for (at, axis) in self.arguments if (sharding := self._sharding(at)) is not None}
-        return devices_of(given) or devices_of(dict(_constrained(self.stages.analysis)))
-
-    def _sharding(self, at: int) -> Any:
-        return self.shardings[at] if self.shardings else None
+        shardings = dict(enumerate(self.shardings))
+        given = [(shardings[at], axis) for at, axis in self.arguments if shardings.get(at) is not None]
+        found = devices_of(given) or devices_of(_constrained(self.stages.analysis))
+        if found is not None and self.rows % found.count:
+            raise NotDivisible(
+                f"expected a batch that {found.count} devices divide evenly, got one of {self.rows}. Write split=False, "
+                f"or another size"
+            )
+        return found
 
     @property
     def parts(self) -> int:
@@ -245,12 +249,12 @@ def _ends(stages: Stages) -> Iterator[Equation]:
             yield equation
 
 
-def _constrained(analysis: Analysis) -> Iterator[tuple[int, tuple[Any, int]]]:
-    """The shardings that rows are told to have on the way, with the axis of the rows, by the equation."""
+def _constrained(analysis: Analysis) -> Iterator[tuple[Any, int]]:
+    """The shardings that rows are told to have on the way, each with the axis of the rows."""
     for index, run in analysis.runs.items():
         equation = analysis.program.equations[index]
         if equation.primitive is compat.sharding_constraint_p and isinstance(run.outputs[0], int):
-            yield index, (equation.params["sharding"], run.outputs[0])
+            yield equation.params["sharding"], run.outputs[0]
 
 
 def place_of(equation: Equation) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -120,29 +120,32 @@ def names_in(entry: Any) -> tuple[str, ...]:
     return tuple(entry) if isinstance(entry, tuple) else (entry,)
 
 
-def devices_of(placed: Mapping[Any, tuple[Any, int]]) -> Devices | None:
+def devices_of(placed: Iterable[tuple[Any, int]]) -> Devices | None:
     """The devices that rows are divided among; None where every device has all of them.
 
     Args:
-        placed: by a name of theirs arrays of rows: a sharding, and the axis of the rows.
+        placed: of arrays of rows the sharding, and the axis of the rows.
 
     Raises:
         NotDivisible: arrays are divided over different axes, or not by a `NamedSharding`.
     """
-    found: dict[Devices, Any] = {}
-    for name, (sharding, axis) in placed.items():
+    found: set[Devices] = set()
+    for sharding, axis in placed:
         if sharding is None or sharding.is_fully_replicated:
             continue
         if not isinstance(sharding, NamedSharding):
-            raise NotDivisible(f"expected jax.sharding.NamedSharding for arrays with the batch, got {sharding}")
+            raise NotDivisible(
+                f"expected jax.sharding.NamedSharding for arrays with the batch, got {sharding}. Write split=False, or "
+                "place them with a NamedSharding"
+            )
         names = names_in(sharding.spec[axis]) if axis < len(sharding.spec) else ()
         names = tuple(one for one in names if sharding.mesh.shape[one] > 1)
         if names:
-            found.setdefault(Devices(sharding.mesh, names), name)
+            found.add(Devices(sharding.mesh, names))
     if len({one.axes for one in found}) > 1:
-        first, other = list(found)[:2]
+        first, other, *_ = sorted(found, key=lambda one: one.axes)
         raise NotDivisible(
-            f"expected all arrays with the batch to be divided over the same axes, got {first.axes} for "
-            f"{found[first]} and {other.axes} for {found[other]}"
+            f"expected all arrays with the batch to be divided over the same axes, got {first.axes} for some and "
+            f"{other.axes} for others. Write split=False, or place them alike"
         )
     return next(iter(found), None)
