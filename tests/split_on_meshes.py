@@ -1,4 +1,4 @@
-"""Steps of `test_split.py` on a mesh, in the process of `meshes.py`: their values in chunks, compared with one device."""
+"""Steps of `test_split.py` on a mesh, in the process of `meshes.py`: values in chunks, compared with one device."""
 
 from typing import Any
 

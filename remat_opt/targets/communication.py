@@ -17,8 +17,8 @@ from typing import Any
 from remat_opt.trace.scopes import recomputed_in
 
 _COLLECTIVE = re.compile(
-    r" = (.*?) (?:all-reduce|(all-gather)|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|collective-permute)"
-    r"(?:-start)?\((.*?)(?:\), |\)$)"
+    r" = (.*?) (?:all-reduce|(all-gather)|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|"
+    r"collective-permute)(?:-start)?\((.*?)(?:\), |\)$)"
 )
 _ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")  # a type: its bits, and its shape
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")

@@ -97,8 +97,8 @@ class Batch:
         found = devices_of(given) or devices_of(_constrained(self.stages.analysis))
         if found is not None and self.rows % found.count:
             raise NotDivisible(
-                f"expected a batch that {found.count} devices divide evenly, got one of {self.rows}. Write split=False, "
-                f"or another size"
+                f"expected a batch that {found.count} devices divide evenly, got one of {self.rows}. Write "
+                "split=False, or another size"
             )
         return found
 

@@ -1,4 +1,4 @@
-"""The batch of what each device runs in the user's own `shard_map`: its body is split, by the rows that a device has."""
+"""The batch of what each device runs in the user's own `shard_map`: its body is split, by the rows of one device."""
 
 from __future__ import annotations
 
