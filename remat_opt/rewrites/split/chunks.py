@@ -32,7 +32,7 @@ class ChunkValues:
         chunk: Chunk,
         whole: Mapping[int, Any],
         parts: Mapping[int, Any],
-        rows: Mapping[tuple[int, Layout], Any] | None = None,
+        rows: Mapping[tuple[int, int], Any] | None = None,
     ):
         self.analysis = analysis
         self.chunk = chunk
@@ -48,7 +48,7 @@ class ChunkValues:
         lies = self.analysis.layouts.get(atom)
         if atom in self.parts and (lies == layout or (lies is Sum.SAME and layout is None)):
             return self.parts[atom]
-        if (atom, layout) in self.rows and isinstance(layout, int):
+        if isinstance(layout, int) and (atom, layout) in self.rows:
             self.converted.setdefault((atom, layout), self.chunk.slice_on_device(self.rows[atom, layout], layout))
         elif (atom, layout) not in self.converted:
             array = self.parts[atom] if lies is Sum.SAME and atom in self.parts else self.whole[atom]

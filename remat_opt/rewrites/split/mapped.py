@@ -80,7 +80,8 @@ def find_mapped_batch(program: Program) -> MappedBatch | None:
         return None
     inputs = program.equations[large[0]].inputs
     positions = {value: at for at, value in enumerate(program.inputs)}
-    arguments = tuple((positions[inputs[at]], axis) for at, axis in found.arguments if inputs[at] in positions)
+    given = [(inputs[at], axis) for at, axis in found.arguments]
+    arguments = tuple((positions[x], axis) for x, axis in given if isinstance(x, int) and x in positions)
     return MappedBatch(found.rows, arguments, found.stages, outer=program, index=large[0])
 
 

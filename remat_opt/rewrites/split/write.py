@@ -130,7 +130,7 @@ class _Loop:
         """
         given = dict(zip(self.read, operands, strict=True))
         whole = {value: x for (value, layout), x in given.items() if layout is None}
-        rows = {one: x for one, x in given.items() if one[1] is not None}
+        rows = {(value, axis): x for (value, axis), x in given.items() if axis is not None}
 
         def step(carry: Sequence[Any], turn: Any) -> tuple[list[Any], None]:
             index = turn if self.devices is None else lax.add(first, turn)
