@@ -59,7 +59,7 @@ def optimize(
             collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
             that what they are for is saved where they have become more (not without `verify`).
         split: how many equal parts of the batch run one after another, with results equal to rounding. "auto": as many
-            as a budget asks for that cannot be met otherwise, or if 5 % of the time are saved so. False: none.
+            as a budget on one device asks for and cannot be met without, or if 5 % of time are saved so. False: none.
         offload: let saved values go to the host's memory and back, beside the work or where a budget needs it.
         **jit_options: as of `jax.jit`, in place of those of a jitted `fun`. Positions count without bound arguments.
             What says how arguments are placed is given to `nnx.jit` or `eqx.filter_jit` itself.

@@ -203,6 +203,8 @@ def compare(
                 "explicit collectives": explicit,
                 "all-reduces": list(map(compiled_collectives, texts)),
                 "collectives": [read_collectives(text).arrays for text in texts],
+                "bytes sent": [read_collectives(text).bytes for text in texts],
+                "chunks": functions[1].plan(jax.device_put(new_state(), shardings[0]), x).chunks,
                 "note": functions[1].plan(jax.device_put(new_state(), shardings[0]), x).note,
                 "difference": max(float(jnp.abs(one - other).max()) for one, other in pairs),
                 "same shardings": all(one.sharding.is_equivalent_to(other.sharding, one.ndim) for one, other in pairs),
@@ -283,8 +285,15 @@ def run(name: str) -> None:
         return compare_batches(name)
     if name == "budgets":
         return compare_budgets(name)
-    kind = name.removesuffix(", repeated").removesuffix(", from its plan")
-    ours = {"repeat_collectives": True} if name.endswith("repeated") else {}
+    if name.startswith("values of "):
+        from tests.split_on_meshes import compare_in_chunks
+
+        kind = AxisType.Explicit if name.endswith(", explicit axes") else AxisType.Auto
+        case = name.removeprefix("values of ").removesuffix(", explicit axes")
+        return print(json.dumps({"name": name, **compare_in_chunks(case, kind)}), flush=True)
+    kind = name.removesuffix(", repeated").removesuffix(", from its plan").removesuffix(", split")
+    ours: dict[str, Any] = {"repeat_collectives": True} if name.endswith("repeated") else {}
+    ours |= {"split": 4} if name.endswith("split") else {}
     state = jax.eval_shape(new_state)
     if kind in ("data", "model", "data and model", "model, in a loop"):
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
@@ -296,13 +305,13 @@ def run(name: str) -> None:
         mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(axes,) * 2)
         with jax.set_mesh(mesh):
             fun = step if kind == "set_mesh" else typed_step
-            return compare(name, mesh, fun, specs_of(state, True), P("data", None), by_spec=True)
+            return compare(name, mesh, fun, specs_of(state, True), P("data", None), by_spec=True, **ours)
     line = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Auto,))
     by_rows = jax.tree.map(lambda leaf: P("data") if leaf.ndim else P(), state)
     if kind == "weights by data, explicit axes":
         typed = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
         with jax.set_mesh(typed):
-            return compare(name, typed, gathering_step, by_rows, P("data", None), by_spec=True)
+            return compare(name, typed, gathering_step, by_rows, P("data", None), by_spec=True, **ours)
     if kind == "weights by data, half":
         return compare(name, line, step, by_rows, P("data"), budget=0.5)
     if kind in ("weights by data", "weights by data, in a loop"):

@@ -34,7 +34,12 @@ def normal(seed: int, *shape: int) -> jax.Array:
 
 def assert_same(program: Program, other: Program, leaves: Sequence[Any], rtol: float = 1e-12) -> None:
     """The results of two programs: floating point within rounding (1e-5 in float32), all else and types alike."""
-    expected, found = ([numbers(jnp.asarray(x)) for x in run(one, leaves)] for one in (program, other))
+    assert_all_close(run(other, leaves), run(program, leaves), rtol)
+
+
+def assert_all_close(results: Sequence[Any], others: Sequence[Any], rtol: float = 1e-12) -> None:
+    """The same of arrays."""
+    found, expected = ([numbers(jnp.asarray(x)) for x in arrays] for arrays in (results, others))
     for at, (one, ours) in enumerate(zip(expected, found, strict=True)):
         assert (one.dtype, one.shape) == (ours.dtype, ours.shape), at
         if one.dtype.kind == "f":

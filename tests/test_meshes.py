@@ -3,6 +3,7 @@ recomputed does not communicate again."""
 
 import functools
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -28,15 +29,23 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subproce
     """`meshes.py`, and the file of its errors. How many devices there are is said before JAX starts."""
     errors = tmp_path_factory.mktemp("meshes") / "errors.txt"
     command = [sys.executable, "-W", "ignore", "-m", "tests.meshes"]
-    pipe = subprocess.PIPE
+    pipe, paths = subprocess.PIPE, _paths()
     with (
         errors.open("w") as stderr,
-        subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=CHECKOUT) as running,
+        subprocess.Popen(
+            command, stdin=pipe, stdout=pipe, stderr=stderr, text=True, cwd=CHECKOUT, env=paths
+        ) as running,
     ):
         yield running, errors
         assert running.stdin
         running.stdin.close()
         assert running.wait() == 0, errors.read_text()[-3000:]
+
+
+def _paths() -> dict[str, str]:
+    """The environment, in which test modules can be imported, too."""
+    paths = [str(CHECKOUT), str(CHECKOUT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +109,60 @@ def test_the_largest_batch_is_of_all_devices_and_its_memory_of_one(result: Asked
     assert compilations <= 4
     assert misses <= 2
     assert found["collectives"][1] <= found["collectives"][0]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "data",
+        pytest.param("data and model", marks=pytest.mark.short),
+        "model",
+        "set_mesh, explicit axes",
+        "weights by data",
+        "weights by data, in a loop",
+        "weights by data, explicit axes",
+        pytest.param("shard_map", marks=pytest.mark.short),
+    ],
+)
+def test_a_sharded_step_in_chunks_sends_no_more_bytes(name: str, result: Asked) -> None:
+    found = result(f"{name}, split")
+    assert found["chunks"] == 4
+    assert found["devices"] == 8
+    assert found["ours"] < 0.27 * found["plain"]
+    assert found["difference"] < 1e-5
+    assert found["same shardings"]
+    plain, ours = found["bytes sent"]
+    assert 0 < ours <= plain
+
+
+SENT_TWICE = 1.5  # gradients of gradients: those inside are added up over devices in a loop of their own
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "masked",
+        "centred",
+        "language_model",
+        "attention",
+        "convolutions",
+        "dropout",
+        "dropout_of_another_generator",
+        "metrics",
+        "scattered",
+        "second_order",
+        "layers, explicit axes",
+        "dropout, explicit axes",
+        "convolutions, explicit axes",
+    ],
+)
+def test_chunks_of_each_device_compute_the_same_as_one_device(name: str, result: Asked) -> None:
+    found = result(f"values of {name}")
+    assert found["chunks of"] == 6
+    assert found["difference"] < 1e-12
+    assert found["exact"]
+    plain, ours = found["bytes sent"]
+    assert ours <= plain * (SENT_TWICE if "second" in name else 1)
 
 
 def test_collectives_that_the_compiler_adds_are_repeated_where_that_is_allowed(result: Asked) -> None:
@@ -193,8 +256,10 @@ ENTRY %main (p: f32[4]) -> f32[4] {
 
 
 def test_collectives_are_counted_one_by_one_and_as_often_as_loops_run() -> None:
-    # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch.
-    assert read_collectives(COMPILED) == Collectives(2 + 5 + 11 + 1, ((3,), (12, 7)), gathers=5)
+    # 2 summed up together, 5 gathered, 5 · 2 + 1 sent on, 1 exchanged in a branch: of 16 bytes, gathered ones of 32.
+    assert read_collectives(COMPILED) == Collectives(
+        2 + 5 + 11 + 1, ((3,), (12, 7)), gathers=5, bytes=(2 + 11 + 1) * 16 + 5 * 32
+    )
     assert read_collectives("") == Collectives(0)
 
 

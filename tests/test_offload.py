@@ -75,8 +75,8 @@ def test_what_a_copy_takes_beyond_the_work_beside_it_is_a_stall(bandwidth: float
 def test_copies_of_one_queue_follow_one_another() -> None:
     graph = there_and_back(4)
     schedule = Schedule((Run(tuple(range(8))),), (Transfer(3, 6, 0), Transfer(3, 5, 1)))
-    # Out: value 0 in [1, 3], value 1 in [3, 5] instead of [2, 4], so that op 3 begins at 5. Back: value 1 in [7, 9], for
-    # op 6, which was to begin at 8; value 0 from 9 to 11, for op 7, which was to begin at 10.
+    # Out: value 0 in [1, 3], value 1 in [3, 5] instead of [2, 4], so that op 3 begins at 5. Back: value 1 in [7, 9],
+    # for op 6, which was to begin at 8; value 0 from 9 to 11, for op 7, which was to begin at 10.
     assert stalls(graph, schedule, MB / 2) == pytest.approx(2 + 1 + 1)
     assert host_peak(graph, schedule) == 2 * MB
 
@@ -328,5 +328,5 @@ def test_a_release_that_miscompiles_loops_is_refused(monkeypatch: pytest.MonkeyP
         return p - jax.grad(lambda p: jnp.sum(jax.lax.scan(lambda c, w: (jnp.tanh(c @ w), None), x, p)[0]))(p)
 
     monkeypatch.setattr(jax.lib, "__version__", "0.11.0")
-    with pytest.raises(ValueError, match="got jaxlib 0.11.0"):
+    with pytest.raises(ValueError, match=r"got jaxlib 0\.11\.0"):
         optimize(step, target="h200", offload=True, verify=False).plan(jnp.ones((4, 32, 32)), jnp.ones((8, 32)))

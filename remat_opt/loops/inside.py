@@ -153,15 +153,16 @@ class _Inside:
         return lambda operands: lax.switch(operands[0], branches, *operands[1:]), count, BodyFigures(workspace)
 
     def mapped(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
-        """Loops in what each device runs stay: what is traced there may name the axes of a mesh."""
         body = within(program, equation, inline(equation.params["jaxpr"], keep_checkpoints=self.keep_checkpoints))
-        better = None if repeats or self.optimise is None else self.optimise(body, free)
+        with compat.mapped_context(equation.params):
+            body, count = self.rewrite(body, repeats)
+            better = None if repeats or self.optimise is None else self.optimise(body, free)
         emit = functools.partial(evaluate_all, body) if better is None else better.emit
 
         def mapped(operands: Sequence[Any]) -> list[Any]:
             return list(compat.shard_map_like(equation.params, lambda *x: tuple(emit(x)))(*operands))
 
-        return mapped, better is not None, BodyFigures(better and better.peak)
+        return mapped, count + (better is not None and not count), BodyFigures(better and better.peak)
 
     def checkpoint(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """A region in a loop that repeats within already, as its bodies may hold loops."""

@@ -1,7 +1,7 @@
 """Sharded steps: recomputation does not repeat collectives.
 
 The compiler partitions a step by its shardings and adds collectives, which only the compiled program shows. So both the
-original and the planned step are compiled, and if the planned step sends more arrays, it is planned again. If sharded
+original and the planned step are compiled, and if the planned step sends more bytes, it is planned again. If sharded
 weights are gathered more often, recomputation reads the arrays that were gathered before (the original step keeps them,
 too); otherwise the values for which arrays are sent are saved.
 """
@@ -17,12 +17,12 @@ import jax
 
 from remat_opt.planner.budget import InfeasibleBudget
 from remat_opt.planner.decision import Decision, Measure
-from remat_opt.planner.prepared import Prepared, prepare
+from remat_opt.planner.prepared import Prepared
 from remat_opt.targets import CompilationOutOfMemory, Figures
 from remat_opt.targets.communication import Path
 from remat_opt.trace import compat
 from remat_opt.trace.effects import communicates
-from remat_opt.trace.inline import Constant, Equation, Program
+from remat_opt.trace.inline import Constant, Equation, Program, inline
 
 MOST_ROUNDS = 4  # a step that is planned again may compute other things again
 
@@ -52,7 +52,7 @@ def _devices(sharding: Any) -> int:
 def without_repeats(
     decision: Decision, prepared: Prepared, plan_again: Callable[[Prepared, Measure], Decision], measure: Measure
 ) -> Decision:
-    """Plan again until the compiled step sends no more arrays than the original step, or `MOST_ROUNDS` are over.
+    """Plan again until the compiled step sends no more bytes than the original step, or `MOST_ROUNDS` are over.
 
     Args:
         decision: the first one.
@@ -71,10 +71,10 @@ def without_repeats(
         if not sent:
             break
         plain = plain or _plain(measure, prepared, decision)
-        found.append((sent.arrays, decision))
-        if plain is None or plain.collectives is None or sent.arrays <= plain.collectives.arrays:
+        found.append((sent.bytes, decision))
+        if plain is None or plain.collectives is None or sent.bytes <= plain.collectives.bytes:
             break
-        more = _with_their_like(sent.recomputed, prepared.bridge.program)
+        more = _with_their_like(sent.recomputed, _before_its_loops(decision.prepared).bridge.program)
         if sent.gathers > plain.collectives.gathers and not once:
             once = True
         elif more <= pinned:
@@ -87,11 +87,11 @@ def without_repeats(
             break
     if not found:
         return first
-    arrays, best = min(found, key=lambda one: one[0])
+    size, best = min(found, key=lambda one: one[0])
     of_plain = plain and plain.collectives
     plan = dataclasses.replace(best.plan, plain_measured=plain)
-    if of_plain and arrays > of_plain.arrays:
-        said = f"its devices send each other {arrays} arrays, {of_plain.arrays} in the step as it was given"
+    if of_plain and size > of_plain.bytes:
+        said = f"each device sends {size} bytes to others, {of_plain.bytes} in the step as it was given"
         plan = dataclasses.replace(plan, note="; ".join(filter(None, (plan.note, said))))
     return dataclasses.replace(best, plan=plan)
 
@@ -122,13 +122,26 @@ def _with_cached_plain(measure: Measure, plain: Figures) -> Measure:
     return lambda prepared, solution: plain if solution is None else measure(prepared, solution)
 
 
+def _before_its_loops(prepared: Prepared) -> Prepared:
+    """The step as it was before its loops were rewritten; its batch may be split."""
+    while prepared.original is not None and prepared.original.chunks == prepared.chunks:
+        prepared = prepared.original
+    return prepared
+
+
 def _with_their_like(paths: Iterable[Path], program: Program) -> frozenset[Path]:
     """Values with those that the same line makes in other layers: a search that may not compute the one again would
     take the other. Values that a rewritten loop has of its own are left out, they are none of the step's."""
     makers = {value: equation for equation in program.equations for value in equation.outputs}
-    asked = {_likeness(makers[path[0]], program) for path in paths if len(path) == 1 and path[0] in makers}
+    known = {path for path in paths if path[0] in makers}
+    asked = {_likeness(makers[path[0]], program) for path in known if len(path) == 1}
     alike = {(v,) for e in program.equations if _likeness(e, program) in asked for v in e.outputs}
-    return frozenset(alike | {path for path in paths if len(path) > 1 and path[0] in makers})
+    for first in {path[0] for path in known if len(path) > 1}:
+        inside = {path[1:] for path in known if path[0] == first and len(path) > 1}
+        bodies = compat.jaxprs_in(makers[first].params)
+        inside |= _with_their_like(inside, inline(bodies[0])) if len(bodies) == 1 else inside
+        alike |= {(first, *path) for path in inside}
+    return frozenset(alike)
 
 
 def _likeness(equation: Equation, program: Program) -> Any:

@@ -1,4 +1,4 @@
-"""Plans with copies to the host, checked: what the compiler makes nothing of is left out, and what cannot run is refused."""
+"""Plans with copies to the host, checked: what the compiler does not copy is left out, what cannot run is refused."""
 
 from __future__ import annotations
 

@@ -119,7 +119,8 @@ def figures_of(cls: type, left_out: Iterable[str] = ()) -> Check:
 
 
 COLLECTIVES = record(
-    {"arrays": whole(), "gathers": whole(), "recomputed": list_of(list_of(whole()))}, left_out=("gathers",)
+    {**dict.fromkeys(("arrays", "gathers", "bytes"), whole()), "recomputed": list_of(list_of(whole()))},
+    left_out=("gathers", "bytes"),
 )
 FIGURES = figures_of(Figures, left_out=("compiler", "note", "collectives", "host_temp_bytes"))
 _IDS = list_of(whole(0, 2**31))

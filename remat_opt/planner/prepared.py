@@ -18,12 +18,14 @@ from remat_opt.loops.choose import LoopChoices
 from remat_opt.planner.loop_search import SearchedSteps, write_loops
 from remat_opt.rewrites.captured import Captured
 from remat_opt.rewrites.split.batch import Batch, find_batch
+from remat_opt.rewrites.split.mapped import find_mapped_batch
 from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
 from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
 from remat_opt.trace.inline import Program, inline
 from remat_opt.trace.names import name_values
+from remat_opt.trace.placement import flat_shardings
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,7 +100,11 @@ class Prepared:
     @functools.cached_property
     def batch(self) -> Batch | None:
         """The batch of the program; None where there is nothing that could be one."""
-        return find_batch(self.captured.program)
+        shardings = flat_shardings(self.captured.traced)[0] if self.is_divided else ()
+        found = find_batch(self.captured.program, shardings)
+        if self.is_divided and (found is None or not found.can_be_split):
+            return find_mapped_batch(self.captured.program) or found
+        return found
 
     def in_chunks(self, chunks: int) -> Prepared:
         """The same step with its batch split; see `splitting.py` for what is checked before.

@@ -19,24 +19,28 @@ def in_chunks(prepared: Prepared, chunks: int) -> Prepared:
     Raises:
         ValueError: there is no batch, it has no so many equal parts, or the whole of it is needed on the way.
     """
-    if prepared.is_divided or prepared.captured.program.has_references:
-        what = "runs on several devices" if prepared.is_divided else "reads or writes mutable references"
-        raise ValueError(f"expected a step on one device without references to split, got one that {what}. {_INSTEAD}")
+    if prepared.captured.program.has_references:
+        raise ValueError(
+            f"expected a step without references to split, got one that reads or writes mutable references. {_INSTEAD}"
+        )
     batch = prepared.batch
     if batch is None or not batch.can_be_split:
         raise ValueError(f"expected a batch that can be split into {chunks}, found none{_needed(batch)}. {_INSTEAD}")
-    if chunks > batch.rows:
+    rows = batch.rows_of_device
+    of_what = "the batch" if batch.parts == 1 else "each device"
+    if chunks > rows:
         raise ValueError(
-            f"expected at most {batch.rows} chunks, as the batch has rows, got split={chunks}. Write "
-            f"split={batch.rows} or less"
+            f"expected at most {rows} chunks, as {of_what} has rows, got split={chunks}. Write "
+            f"{f'split={rows} or less' if rows > 1 else 'split=False'}"
         )
-    if batch.rows % chunks:
+    if rows % chunks:
         below, above = (
             max((k for k in batch.numbers if k < chunks), default=0),
             min(k for k in batch.numbers if k > chunks),
         )
         near = " or ".join(f"split={k}" for k in (below, above) if k)
-        raise ValueError(f"expected a number that divides the batch of {batch.rows}, got split={chunks}. Write {near}")
+        what = f"the batch of {rows}" if batch.parts == 1 else f"the {rows} rows of each device"
+        raise ValueError(f"expected a number that divides {what}, got split={chunks}. Write {near}")
     return prepared.in_chunks(chunks)
 
 
@@ -56,7 +60,8 @@ def note_of_split(original: Prepared, chunks: int) -> str:
         return ""
     names = _names_of_arguments(original)
     split = ", ".join(f"{names[at]} along axis {axis}" for at, axis in batch.arguments)
-    said = f"the batch of {batch.rows} ({split}) runs in {chunks} chunks"
+    on = f" on each of {batch.parts} devices" if batch.parts > 1 else ""
+    said = f"the batch of {batch.rows} ({split}) runs in {chunks} chunks{on}"
     needed = list(dict.fromkeys(map(place_of, (*batch.meetings, *batch.ends))))
     return f"{said}, the whole of it is needed by {'; '.join(needed[:MOST_NAMED])}" if needed else said
 

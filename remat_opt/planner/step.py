@@ -16,8 +16,8 @@ from remat_opt.planner.prepared import Prepared, prepare
 from remat_opt.planner.settings import Settings, check_offload
 from remat_opt.rewrites.captured import capture_traced
 from remat_opt.targets import resolve_target
-from remat_opt.trace import compat
 from remat_opt.trace.inline import Program
+from remat_opt.trace.supported import miscompiles_offloaded_loops
 
 
 def read_step(traced: Any, settings: Settings, options: dict[str, Any], arguments: Any) -> Prepared:
@@ -32,7 +32,7 @@ def read_step(traced: Any, settings: Settings, options: dict[str, Any], argument
     target = resolve_target(settings.target)
     check_offload(settings.offload, target)
     captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
-    if settings.offload and compat.miscompiles_offloaded_loops(target.platform) and has_loops(captured.program):
+    if settings.offload and miscompiles_offloaded_loops(target.platform) and has_loops(captured.program):
         raise ValueError(
             "expected jaxlib 0.11.1 or newer for offload=True in a step with lax.scan, got jaxlib 0.11.0, whose GPU "
             "compiler computes wrong gradients there (openxla/xla issue 46231). Write offload=False"

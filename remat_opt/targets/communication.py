@@ -7,6 +7,7 @@ was recomputed.
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,9 +17,10 @@ from typing import Any
 from remat_opt.trace.scopes import recomputed_in
 
 _COLLECTIVE = re.compile(
-    r" (?:all-reduce|(all-gather)|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|collective-permute)"
-    r"(?:-start)?\((.*?)(?:\), |\)$)"
+    r" = (.*?) (?:all-reduce|(all-gather)|reduce-scatter|all-to-all|ragged-all-to-all|collective-broadcast|"
+    r"collective-permute)(?:-start)?\((.*?)(?:\), |\)$)"
 )
+_ARRAY = re.compile(r"\b(?:pred|[a-z]+(\d+)\w*)\[([\d,]*)\]")  # a type: its bits, and its shape
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{$")
 _CALLED = re.compile(r"(?:body|condition|to_apply|calls|true_computation|false_computation)=%?([\w.\-]+)")
 _CALLED_LISTS = re.compile(r"(?:branch_computations|called_computations)=\{([^}]*)\}")
@@ -36,34 +38,44 @@ class Collectives:
         arrays: how many arrays are sent. Several that the compiler sends together count one by one, and those that a
             loop sends as often as it runs, where the compiler says how often.
         gathers: how many of these are put together from their parts.
+        bytes: of the results of all, on one device.
         recomputed: values that are recomputed and communicate in it, in ascending order.
     """
 
     arrays: int
     recomputed: tuple[Path, ...] = ()
     gathers: int = 0
+    bytes: int = 0
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Collectives:
         """The inverse of `dataclasses.asdict`, through JSON."""
         paths = tuple(tuple(path) for path in values["recomputed"])
-        return cls(values["arrays"], paths, values.get("gathers", 0))
+        return cls(values["arrays"], paths, values.get("gathers", 0), values.get("bytes", 0))
 
 
 def read_collectives(text: str) -> Collectives:
     """Count the collectives of a compiled program, given as XLA's text."""
     computations = dict(_computations(text.splitlines()))
     entry = next((name for name, (is_entry, _) in computations.items() if is_entry), None)
-    arrays, gathers, recomputed = 0, 0, set()
+    arrays, gathers, size, recomputed = 0, 0, 0, set()
     for name, times in _runs(computations, entry).items():
         for line in computations[name][1]:
             found = _COLLECTIVE.search(line)
             if found:
-                sent = times * max(1, found[2].count("%"))
-                arrays += sent
-                gathers += sent if found[1] else 0
+                operands = max(1, found[3].count("%"))
+                arrays += times * operands
+                gathers += times * operands if found[2] else 0
+                size += times * _bytes_of(found[1], operands)
                 recomputed.update(recomputed_in(line))
-    return Collectives(arrays, tuple(sorted(recomputed)), gathers)
+    return Collectives(arrays, tuple(sorted(recomputed)), gathers, size)
+
+
+def _bytes_of(types: str, operands: int) -> int:
+    """Bytes of the results of a collective; one that begins here and ends later may name its operands before them."""
+    every = _ARRAY.findall(types)
+    results = every[operands : 2 * operands] or every
+    return sum(int(bits or 8) * math.prod(map(int, filter(None, shape.split(",")))) // 8 for bits, shape in results)
 
 
 def _computations(lines: Iterable[str]) -> Iterator[tuple[str, tuple[bool, list[str]]]]:

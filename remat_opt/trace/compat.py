@@ -32,11 +32,7 @@ from jax.experimental.layout import Layout, with_layout_constraint
 from jax.extend import core as extend_core
 from jax.extend.core import primitives
 
-from remat_opt.trace.platforms import GPUS
-
-Literal = extend_core.Literal
-Jaxpr = extend_core.Jaxpr
-ClosedJaxpr = extend_core.ClosedJaxpr
+Literal, Jaxpr, ClosedJaxpr = extend_core.Literal, extend_core.Jaxpr, extend_core.ClosedJaxpr
 _JAXPRS = (Jaxpr, ClosedJaxpr)
 intermediate_shardings = _dispatch.get_intermediate_shardings
 
@@ -53,6 +49,7 @@ remat_p = primitives.remat_p
 split_p = lax.split_p
 stack_p, unstack_p = getattr(lax, "stack_p", None), getattr(lax, "unstack_p", None)
 name_p = primitives.name_p
+reshard_p, sharding_constraint_p = _pjit.reshard_p, _pjit.sharding_constraint_p
 random_wrap_p = _primitive_of(jax.random.wrap_key_data, np.zeros(2, np.uint32))
 random_unwrap_p = _primitive_of(jax.random.key_data, jax.eval_shape(lambda: jax.random.key(0)))
 
@@ -85,9 +82,6 @@ _SENDS_NOTHING = ("axis_index_p", "preduced_p", "vary_unreduced_cast_p")
 COLLECTIVES = frozenset(one for one in vars(_parallel).values() if isinstance(one, extend_core.Primitive)) - {
     getattr(_parallel, name, None) for name in _SENDS_NOTHING
 }
-
-
-reshard_p = _pjit.reshard_p
 
 
 def without_axis_effects(effects: Iterable[Any]) -> frozenset:
@@ -123,11 +117,6 @@ def expands_barriers(platform: str) -> bool:
     """Whether a platform's compiler takes barriers away before it merges equal work, so that a checkpoint saves nothing
     (JAX issue 19822: the CPU's, before jax 0.12; `targets/options.py` keeps it from doing so)."""
     return platform == "cpu" and jax.__version_info__ < (0, 12)
-
-
-def miscompiles_offloaded_loops(platform: str) -> bool:
-    """Whether loops with residuals in the host's memory have wrong gradients (openxla/xla issue 46231)."""
-    return platform in GPUS and jax.lib.__version__ == "0.11.0"
 
 
 def bind_equation(primitive: Any, params: dict[str, Any], inputs: Sequence[Any]) -> list[Any]:
@@ -167,11 +156,24 @@ def shard_map_like(params: dict[str, Any], fun: Callable) -> Callable:
 
 
 @contextlib.contextmanager
+def mapped_context(params: dict[str, Any]) -> Iterator[None]:
+    """What the body of a `shard_map` equation is traced under: it may name the axes of a mesh."""
+    mesh = params["mesh"].abstract_mesh
+    manual = dict.fromkeys((*params["newly_manual_axes"], *mesh.manual_axes), jax.sharding.AxisType.Manual)
+    of_mesh = jax.sharding.use_abstract_mesh(mesh.update_axis_types(manual))
+    of_axes = _core.extend_axis_env_nd([(name, mesh.shape[name]) for name in manual])
+    with of_axes, of_mesh, _config._check_vma(params["check_vma"]):
+        yield
+
+
+@contextlib.contextmanager
 def equation_context(source_info: Any, context: Any, scope: str | None = None) -> Iterator[None]:
-    """The source line, name stack (with a scope in front) and configuration that an equation was traced under."""
+    """Source line, name stack (a scope in front) and configuration of an equation; the mesh of a `shard_map` around."""
     outer = source_info_util.current_name_stack()
     name_stack = (outer if scope is None else outer.extend(scope)) + source_info.name_stack
-    with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager:
+    mesh = jax.sharding.get_abstract_mesh()
+    mapped = jax.sharding.use_abstract_mesh(mesh) if mesh.manual_axes else contextlib.nullcontext()
+    with source_info_util.user_context(source_info.traceback, name_stack=name_stack), context.manager, mapped:
         yield
 
 

@@ -6,6 +6,8 @@ import warnings
 
 import jax
 
+from remat_opt.trace.platforms import GPUS
+
 LOWEST_JAX = (0, 10)
 HIGHEST_JAX = (0, 12)
 
@@ -29,6 +31,11 @@ def check_jax_version(version: str = jax.__version__) -> None:
             "jaxprs keep their meaning, memory may differ",
             stacklevel=2,
         )
+
+
+def miscompiles_offloaded_loops(platform: str) -> bool:
+    """Whether loops with residuals in the host's memory have wrong gradients (openxla/xla issue 46231)."""
+    return platform in GPUS and jax.lib.__version__ == "0.11.0"
 
 
 check_jax_version()

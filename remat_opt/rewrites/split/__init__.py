@@ -4,5 +4,6 @@
 respect to the batch, how an equation runs on a chunk. Rules, by the primitive: `rules.py`, with `indexing.py` (gathers
 and scatters), `random.py`, `bodies.py` (control flow) and `sums.py` (what may be done to parts of a sum). `analysis.py`
 applies them to a program, `stages.py` puts what they say into loops, `chunks.py` evaluates equations on one chunk,
-`write.py` writes the new program.
+`write.py` writes the new program. `devices.py` is for batches that a mesh divides, `mapped.py` for those inside a
+`shard_map` of the user's.
 """

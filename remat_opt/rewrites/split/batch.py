@@ -14,6 +14,7 @@ from typing import Any
 
 from remat_opt.rewrites.split.analysis import Analysis, analyse
 from remat_opt.rewrites.split.bodies import BODIES
+from remat_opt.rewrites.split.devices import Devices, NotDivisible, devices_of
 from remat_opt.rewrites.split.layouts import Context
 from remat_opt.rewrites.split.rules import RULES
 from remat_opt.rewrites.split.stages import Stages, put_in_stages, reads
@@ -36,11 +37,13 @@ class Batch:
         rows: how many rows it has.
         arguments: the program's inputs that are split, by position, each with its axis.
         stages: the loops and what is between them.
+        shardings: of the program's inputs; None for one that is not known, or on one device.
     """
 
     rows: int
     arguments: tuple[tuple[int, int], ...]
     stages: Stages
+    shardings: Sequence[Any] = ()
 
     @property
     def program(self) -> Program:
@@ -82,10 +85,37 @@ class Batch:
         """Equations that run on the whole batch, though they read rows that a loop makes."""
         return tuple(_ends(self.stages))
 
+    @functools.cached_property
+    def devices(self) -> Devices | None:
+        """The devices that the rows are divided among; None where every device has all of them.
+
+        Raises:
+            NotDivisible: they are divided in a way in which no chunks can be taken.
+        """
+        shardings = dict(enumerate(self.shardings))
+        given = [(shardings[at], axis) for at, axis in self.arguments if shardings.get(at) is not None]
+        found = devices_of(given) or devices_of(_constrained(self.stages.analysis))
+        if found is not None and self.rows % found.count:
+            raise NotDivisible(
+                f"expected a batch that {found.count} devices divide evenly, got one of {self.rows}. Write "
+                "split=False, or another size"
+            )
+        return found
+
+    @property
+    def parts(self) -> int:
+        """How many parts the rows are divided into, each on devices of its own."""
+        return self.devices.count if self.devices else 1
+
+    @property
+    def rows_of_device(self) -> int:
+        """How many rows one device has."""
+        return self.rows // self.parts
+
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The numbers of chunks that the batch can be split into."""
-        return tuple(k for k in range(2, self.rows + 1) if self.rows % k == 0)
+        """The numbers of chunks that each device's rows can be split into."""
+        return tuple(k for k in range(2, self.rows_of_device + 1) if self.rows_of_device % k == 0)
 
     def split(self, chunks: int) -> Program:
         """The program with its loops over so many chunks.
@@ -93,12 +123,23 @@ class Batch:
         Args:
             chunks: one of `numbers`.
         """
-        assert self.rows % chunks == 0, f"expected a number that divides {self.rows}, got {chunks}"
-        return write_chunks(self.stages, self.rows, chunks)
+        rows = self.rows_of_device
+        assert rows % chunks == 0, f"expected a number that divides {rows}, got {chunks}"
+        return write_chunks(self.stages, self.rows, chunks, self.devices)
 
 
-def find_batch(program: Program) -> Batch | None:
-    """The batch of a program, or what comes nearest to one (see `Batch.can_be_split`); None where there is no array."""
+def find_batch(program: Program, shardings: Sequence[Any] = ()) -> Batch | None:
+    """The batch of a program, or what comes nearest to one (see `Batch.can_be_split`); None where there is no array.
+
+    Args:
+        program: the program.
+        shardings: of its inputs; none on one device.
+    """
+    found = _find(program)
+    return None if found is None else dataclasses.replace(found, shardings=shardings)
+
+
+def _find(program: Program) -> Batch | None:
     best, tried, bodies = None, set(), {}
     for arguments in _candidates(program):
         for at, axis in _axes(program, arguments):
@@ -206,6 +247,14 @@ def _ends(stages: Stages) -> Iterator[Equation]:
             isinstance(analysis.layouts.get(value), int) and value in program.producer for value in equation.reads
         ):
             yield equation
+
+
+def _constrained(analysis: Analysis) -> Iterator[tuple[Any, int]]:
+    """The shardings that rows are told to have on the way, each with the axis of the rows."""
+    for index, run in analysis.runs.items():
+        equation = analysis.program.equations[index]
+        if equation.primitive is compat.sharding_constraint_p and isinstance(run.outputs[0], int):
+            yield equation.params["sharding"], run.outputs[0]
 
 
 def place_of(equation: Equation) -> str:

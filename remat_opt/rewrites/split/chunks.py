@@ -8,6 +8,7 @@ from typing import Any
 from jax import lax
 
 from remat_opt.rewrites.split.analysis import Analysis
+from remat_opt.rewrites.split.devices import as_here
 from remat_opt.rewrites.split.layouts import Chunk, Layout, Sum
 from remat_opt.trace import compat
 from remat_opt.trace.evaluation import bind
@@ -22,13 +23,22 @@ class ChunkValues:
         chunk: the chunk.
         whole: values that are there for the whole batch.
         parts: values of this chunk, in their layouts.
+        rows: by value and axis what this device has of values that are read by rows.
     """
 
-    def __init__(self, analysis: Analysis, chunk: Chunk, whole: Mapping[int, Any], parts: Mapping[int, Any]):
+    def __init__(
+        self,
+        analysis: Analysis,
+        chunk: Chunk,
+        whole: Mapping[int, Any],
+        parts: Mapping[int, Any],
+        rows: Mapping[tuple[int, int], Any] | None = None,
+    ):
         self.analysis = analysis
         self.chunk = chunk
         self.whole = {**dict(analysis.program.constants), **whole}
         self.parts = dict(parts)
+        self.rows = rows or {}
         self.converted: dict[tuple[int, Layout], Any] = {}
 
     def read(self, atom: int | Constant, layout: Layout) -> Any:
@@ -38,7 +48,9 @@ class ChunkValues:
         lies = self.analysis.layouts.get(atom)
         if atom in self.parts and (lies == layout or (lies is Sum.SAME and layout is None)):
             return self.parts[atom]
-        if (atom, layout) not in self.converted:
+        if isinstance(layout, int) and (atom, layout) in self.rows:
+            self.converted.setdefault((atom, layout), self.chunk.slice_on_device(self.rows[atom, layout], layout))
+        elif (atom, layout) not in self.converted:
             array = self.parts[atom] if lies is Sum.SAME and atom in self.parts else self.whole[atom]
             self.converted[atom, layout] = self.of_whole(array, layout)
         return self.converted[atom, layout]
@@ -51,7 +63,7 @@ class ChunkValues:
     def evaluate(self, equations: Iterable[int], note: Callable[[int], None] = lambda value: None) -> None:
         """Run equations, by index in program order; `note` is told each value of the chunk as soon as it is there."""
         for index in equations:
-            equation = self.analysis.program.equations[index]
+            equation = as_here(self.analysis.program.equations[index])
             run = self.analysis.runs.get(index)
             if run is None:
                 results = bind(equation, [self.read(x, None) for x in equation.inputs])

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from remat_opt.rewrites.split.devices import Devices
 from remat_opt.trace import compat
 from remat_opt.trace.inline import Equation, Program, inline
 
@@ -39,6 +40,10 @@ class Sum(enum.Enum):
         dtype = accumulated(aval.dtype) if self is Sum.ADD else aval.dtype
         return lax.full(aval.shape, _neutral(self, dtype), dtype)
 
+    def over(self, parts: Any) -> Any:
+        """The result of parts that a leading axis has."""
+        return _REDUCE[self](parts, (0,))
+
 
 _COMBINE: dict[Sum, Callable[[Any, Any], Any]] = {
     Sum.ADD: lax.add,
@@ -46,6 +51,13 @@ _COMBINE: dict[Sum, Callable[[Any, Any], Any]] = {
     Sum.MIN: lax.min,
     Sum.OR: lax.bitwise_or,
     Sum.AND: lax.bitwise_and,
+}
+_REDUCE: dict[Sum, Callable[[Any, Sequence[int]], Any]] = {
+    Sum.ADD: lax.reduce_sum,
+    Sum.MAX: lax.reduce_max,
+    Sum.MIN: lax.reduce_min,
+    Sum.OR: lax.reduce_or,
+    Sum.AND: lax.reduce_and,
 }
 
 
@@ -78,11 +90,15 @@ class Chunk:
         index: its number, an int32 scalar.
         rows: how many rows of the batch it has.
         batch: how many rows the batch has.
+        devices: that the batch is divided among, where it is.
+        turn: its number among the chunks of its device; `index` on one device.
     """
 
     index: Any
     rows: int
     batch: int
+    devices: Devices | None = None
+    turn: Any = None
 
     def size(self, whole: int) -> int:
         """The part of an axis that holds the batch."""
@@ -100,6 +116,16 @@ class Chunk:
         """The part of a whole array."""
         whole = array.shape[axis]
         return lax.dynamic_slice_in_dim(array, self.start(whole), self.size(whole), axis)
+
+    def start_on_device(self, part: int) -> Any:
+        """Where the part of an axis begins in what its device has of it."""
+        whole = part * (self.devices.count if self.devices else 1)
+        return lax.mul(self.turn, np.int32(self.size(whole)))
+
+    def slice_on_device(self, array: Any, axis: int) -> Any:
+        """The part of what its device has of an array."""
+        whole = array.shape[axis] * (self.devices.count if self.devices else 1)
+        return lax.dynamic_slice_in_dim(array, self.start_on_device(array.shape[axis]), self.size(whole), axis)
 
     def first_only(self, array: Any) -> Any:
         """A whole array in the first chunk, zeros in the others: the sum over all chunks is the array."""

@@ -248,4 +248,6 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((P.random_split_p, P.random_fold_in_p), along(of_keys)),
     **dict.fromkeys((compat.random_wrap_p, compat.random_unwrap_p), along(of_keys)),
     compat.barrier_p: along(_barrier),
+    # On a mesh, whose axes of the batch are taken out of the parameters.
+    **dict.fromkeys((compat.sharding_constraint_p, compat.reshard_p, compat.pvary_p), along(_elementwise)),
 }

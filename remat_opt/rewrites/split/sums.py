@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend.core import primitives as P
 
 from remat_opt.rewrites.split.layouts import Layout, Run, Sum, View
+from remat_opt.trace import compat
 from remat_opt.trace.avals import bytes_of, is_inexact
 from remat_opt.trace.inline import Constant
 
@@ -27,7 +28,9 @@ _LINEAR: dict[Any, slice] = {
     P.concatenate_p: slice(None),
     P.select_n_p: slice(1, None),
     P.scatter_add_p: slice(0, 3, 2),
+    **dict.fromkeys((compat.sharding_constraint_p, compat.reshard_p, compat.pvary_p), slice(1)),
 }
+_PLACES = frozenset({compat.sharding_constraint_p, compat.reshard_p})  # say where the whole sum is
 # Linear in one operand, if all others are whole.
 _BILINEAR: dict[Any, slice] = {P.mul_p: slice(2), P.dot_general_p: slice(2), P.div_p: slice(1)}
 
@@ -55,7 +58,7 @@ def _linear(view: View) -> Sequence[Layout] | None:
     if primitive in _BILINEAR:
         fits = len(sums) == 1 and sums[0] in positions[_BILINEAR[primitive]] and _is_fraction(view)
         return layouts if fits else None
-    if primitive not in _LINEAR:
+    if primitive not in _LINEAR or (primitive in _PLACES and not view.context.is_body):
         return None
     linear = positions[_LINEAR[primitive]]
     others = [at for at in linear if at not in sums]
