@@ -51,13 +51,11 @@ def optimize(
         target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
-        verify: compile to check budgets and, without one, whether less is needed where that is open. False plans
-            without compiling and promises nothing.
+        verify: compile to check budgets, and whether less is needed where that is open. False promises nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions; by default the search may do better.
         on_error: "raise", or "plain": run the original step, with a warning, where planning fails.
         repeat_collectives: let devices communicate again for what is recomputed. By default the results of explicit
-            collectives are saved, and those that the compiler adds for shardings are counted in the compiled step, so
-            that what they are for is saved where they have become more (not without `verify`).
+            collectives are saved, and what the compiler's own are for where they send more (not without `verify`).
         split: how many equal parts of the batch run one after another, with results equal to rounding. "auto": as many
             as a budget on one device asks for and cannot be met without, or if 5 % of time are saved so. False: none.
         offload: let saved values go to the host's memory and back, beside the work or where a budget needs it.

@@ -60,9 +60,9 @@ def barriers(
     """Find the barriers of a schedule.
 
     If the step recomputes values, only the runs from the first recomputed one on are examined, or what follows the
-    first copy back from the host: before it nothing is freed that could be late. If nothing is recomputed, only products
-    wait (the gradients of a weight that is used many times, each for the sum of those before it), since a barrier before
-    other kernels may cost a buffer.
+    first copy back from the host: before it nothing is freed that could be late. If nothing is recomputed, only
+    products wait (the gradients of a weight that is used many times, each for the sum of those before it), since a
+    barrier before other kernels may cost a buffer.
 
     Args:
         graph: the step, fused.
