@@ -97,6 +97,7 @@ def frontier(
     solver: str = "auto",
     budgets: int = 12,
     split: bool | int | str = False,
+    offload: bool = False,
     **kwargs: Any,
 ) -> Frontier:
     """What a step would cost at every amount of memory: the Pareto front of predicted peak and extra time.
@@ -110,13 +111,14 @@ def frontier(
             which knows its whole frontier.
         split: into how many chunks the batch is split, as for `optimize`. "auto": the best of several numbers, each of
             which is a search of its own.
+        offload: whether saved values may go to the host's memory, as for `optimize`.
         **kwargs: keyword arguments of the step.
 
     Returns:
         A `Frontier`, from the least memory to the least time (usually the original step). Nothing is compiled. Pass a
         point's plan to `optimize(fun, plan=point.plan)`.
     """
-    step = _optimized(fun, check_settings(target=target, solver=solver, split=split), {}, "frontier")
+    step = _optimized(fun, check_settings(target=target, solver=solver, split=split, offload=offload), {}, "frontier")
     return step.ask(functools.partial(trace_frontier, budgets=budgets), args, kwargs)
 
 

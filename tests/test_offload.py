@@ -295,6 +295,16 @@ def test_saved_values_are_awaited_in_a_forward_pass_with_transfers() -> None:
     assert not barriers(graph, Schedule((Run(order),)), simulate(graph, Schedule((Run(order),))))
 
 
+def test_a_frontier_says_what_is_on_the_host() -> None:
+    step, target = jax.jit(layers_step, donate_argnums=0), with_link(400e9, "h200")
+    alone = remat_opt.frontier(step, *LAYERS, target=target)
+    both = remat_opt.frontier(step, *LAYERS, target=target, offload=True)
+    assert "on the host" in str(both)
+    assert "on the host" not in str(alone)
+    for point in alone:
+        assert both.cheapest_within(point.peak_bytes).extra_seconds <= point.extra_seconds + 1e-9
+
+
 # What users write
 
 

@@ -58,11 +58,14 @@ class Frontier:
 
     def __str__(self) -> str:
         given = self.points[-1].plan.predicted
-        lines = [f"{'peak':>12}  {'of plain':>8}  {'extra FLOPs':>11}  {'extra time':>10}"]
+        has_host = any(point.plan.transfers for point in self.points)
+        head = f"{'peak':>12}  {'of plain':>8}  {'extra FLOPs':>11}  {'extra time':>10}"
+        lines = [head + (f"  {'on the host':>12}" if has_host else "")]
         for point in self.points:
+            host = f"  {point.plan.predicted.host_bytes / 1e6:9.1f} MB" if has_host else ""
             lines.append(
                 f"{point.peak_bytes / 1e6:9.1f} MB  {point.peak_bytes / max(given.plain_peak_bytes, 1):8.0%}  "
-                f"{point.extra_flops / max(given.flops, 1):11.1%}  {point.extra_seconds / (given.seconds or 1):10.1%}"
+                f"{point.extra_flops / max(given.flops, 1):11.1%}  {point.extra_seconds / (given.seconds or 1):10.1%}{host}"
             )
         return "\n".join(lines)
 
