@@ -22,8 +22,9 @@ from remat_opt.graph.liveness import simulate
 from remat_opt.graph.schedule import Run, Schedule, Transfer
 from remat_opt.graph.transfers import check_transfers, host_peak, stalls
 from remat_opt.planner.prepared import Prepared
-from remat_opt.search import Problem, offload, search_of
-from remat_opt.search.offload import Fetches, OffloadSearch, Stays
+from remat_opt.search import Problem, search_of, stays
+from remat_opt.search.offload import Fetches, OffloadSearch
+from remat_opt.search.stays import Stays
 from remat_opt.targets import Target, resolve_target
 
 MB = 1 << 20
@@ -147,8 +148,8 @@ def test_the_least_memory_is_never_above_that_without_transfers() -> None:
 
 
 def test_small_values_stay() -> None:
-    assert Stays(Problem(there_and_back(6, offload.SMALLEST)).plain).every
-    assert not Stays(Problem(there_and_back(6, offload.SMALLEST - 1)).plain).every
+    assert Stays(Problem(there_and_back(6, stays.SMALLEST)).plain).every
+    assert not Stays(Problem(there_and_back(6, stays.SMALLEST - 1)).plain).every
 
 
 # What is emitted
@@ -171,7 +172,7 @@ KINDS = ("mlp", "conv_net", "gan", "nnx", "vjp", "checkpoint_blocks", "mixed_pre
 def test_values_that_go_to_the_host_are_the_same_when_they_come_back(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(offload, "SMALLEST", 1024)
+    monkeypatch.setattr(stays, "SMALLEST", 1024)
     case = smaller_case(name)
     args, kwargs = case.make_args(), case.make_kwargs()
     function = optimize(case.step, target=with_link(1e9), offload=True, verify=False)

@@ -65,7 +65,8 @@ class Frontier:
             host = f"  {point.plan.predicted.host_bytes / 1e6:9.1f} MB" if has_host else ""
             lines.append(
                 f"{point.peak_bytes / 1e6:9.1f} MB  {point.peak_bytes / max(given.plain_peak_bytes, 1):8.0%}  "
-                f"{point.extra_flops / max(given.flops, 1):11.1%}  {point.extra_seconds / (given.seconds or 1):10.1%}{host}"
+                f"{point.extra_flops / max(given.flops, 1):11.1%}  {point.extra_seconds / (given.seconds or 1):10.1%}"
+                f"{host}"
             )
         return "\n".join(lines)
 

@@ -20,6 +20,7 @@ class HostCopies:
 
     def __init__(self, graph: Graph, schedule: Schedule):
         self.graph = graph
+        self.outputs = frozenset(graph.outputs)
         self.values = {one.value for one in schedule.transfers}
         self.gone: dict[int, list[int]] = {}  # by places
         self.back: dict[int, list[int]] = {}
@@ -33,9 +34,9 @@ class HostCopies:
         for value in self.values.intersection(made):
             environment[~value] = jax.device_put(environment[value], jax.memory.Space.Host)
             self.values.remove(value)
-        self.latest = next((value for value in made if value not in self.graph.outputs), self.latest)
+        self.latest = next((value for value in made if value not in self.outputs), self.latest)
 
-    def waits_for(self, place: int, reads: Sequence[int], over: int) -> list[int]:
+    def waits_for(self, place: int, reads: Sequence[int], over: int | None) -> list[int]:
         """What goes through one barrier where copies out have to be done: these, and the largest of what is read, but
         for `over`, which the op writes its result over, if there is another."""
         if place not in self.gone:

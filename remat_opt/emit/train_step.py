@@ -130,9 +130,9 @@ class _Writer:
         """Run ops; what no op stands for is made once in a run, and added to `on_demand`."""
         for op in ops:
             equation = self.program.equations[self.bridge.equation_of[op]]
-            over, tied = -1, []
+            over, tied = None, []
             if first_run:
-                over = self.overwritten.get((self.run_index, op), -1)
+                over = self.overwritten.get((self.run_index, op))
                 tied = self.copy(self.bridge.graph.ops[op].inputs, on_demand, over)
                 self.place += 1
             if first_run and op in self.guards:
@@ -145,7 +145,7 @@ class _Writer:
                 if barrier:
                     self.wait(barrier, environment, on_demand)
                 tied += barrier.operands if barrier else ()
-                if over in self.before_barriers and over not in tied:
+                if over is not None and over in self.before_barriers and over not in tied:
                     environment[over] = self.before_barriers[over]
                     self.drop_made_of([over], on_demand)
                 results = self.bind(equation, environment, on_demand, recomputed=not first_run)
@@ -162,13 +162,13 @@ class _Writer:
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
                 self.copies.note_made(equation.outputs, environment)
 
-    def copy(self, reads: Sequence[int], on_demand: dict[int, Any], over: int = -1) -> list[int]:
+    def copy(self, reads: Sequence[int], on_demand: dict[int, Any], over: int | None = None) -> list[int]:
         """Wait for copies to the host that have to be done, and begin copies back, before an op or a run.
 
         Args:
             reads: what the op or the run reads.
             on_demand: see `evaluate`.
-            over: what the op writes its result over.
+            over: the operand that the op writes its result over, if there is one.
 
         Returns:
             What has gone through a barrier, by which the op waits.

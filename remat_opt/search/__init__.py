@@ -4,10 +4,9 @@
 entry in `SOLVERS`, below in this file. `auto.py` is the default. It generates candidates by several models
 (`structures.py`, `candidate_generator.py`, with `cuts.py`, `segments.py`, `stages.py`, `nested.py`, `rotor.py`,
 `expensive.py`, on the forward part that `forward.py` finds), and improves their schedules by local search
-(`drop_recomputation.py`, `local_search.py`, `eviction.py`). `offload.py` moves saved
-values to the host's memory. Each published algorithm has a file: `chen.py`,
-`feng_huang.py` (with `division_tree.py`), `hong.py`, `lower_sets.py`.
-`caching.py` keeps answers, `progress.py` reports how far a search is.
+(`drop_recomputation.py`, `local_search.py`, `eviction.py`). `offload.py` moves saved values to the host's memory
+(`stays.py`: when). Each published algorithm has a file: `chen.py`, `feng_huang.py` (with `division_tree.py`),
+`hong.py`, `lower_sets.py`. `caching.py` keeps answers, `progress.py` reports how far a search is.
 """
 
 from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, rotor
