@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
 from op_by_op import bits, run_op_by_op
 from training_steps import smaller_case
 
@@ -314,6 +315,15 @@ def test_targets_that_cannot_move_anything_are_refused() -> None:
         optimize(layers_step, target="v5e", offload=True)
     with pytest.raises(ValueError, match="expected offload=True or offload=False"):
         optimize(layers_step, offload="yes")
+
+
+def test_a_step_of_several_devices_is_refused() -> None:
+    divided = NamedSharding(AbstractMesh((4,), ("data",)), PartitionSpec("data"))
+    weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)]
+    batch = jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=divided)
+    function = optimize(layers_step, target=with_link(1e10, "v5e:2x2"), offload=True, verify=False)
+    with pytest.raises(ValueError, match="one device for offload=True"):
+        function.plan(weights, batch)
 
 
 def test_a_cpu_says_that_nothing_can_move_there() -> None:
