@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from op_by_op import bits, run_op_by_op
 from training_steps import smaller_case
 
@@ -169,6 +169,7 @@ def random_transfers(step: Prepared, seed: int) -> Any:
 KINDS = ("mlp", "gan", "nnx", "vjp")
 
 
+@pytest.mark.short
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in KINDS])
 def test_values_that_go_to_the_host_are_the_same_when_they_come_back(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -277,6 +278,7 @@ def test_where_the_compiler_moves_nothing_nothing_is_planned_to_move(monkeypatch
     assert "copies to the host are not made by the compiler" in plan.note
 
 
+@pytest.mark.short
 def test_saved_values_are_awaited_in_a_forward_pass_with_transfers() -> None:
     """Value 1 is made of value 0 and saved; with copies in the program a compiler would make it late, and keep 0."""
     # A forward pass of four ops, of which only the last is on the way to the backward pass.
@@ -318,7 +320,7 @@ def test_targets_that_cannot_move_anything_are_refused() -> None:
 
 
 def test_a_step_of_several_devices_is_refused() -> None:
-    divided = NamedSharding(AbstractMesh((4,), ("data",)), PartitionSpec("data"))
+    divided = NamedSharding(AbstractMesh((4,), ("data",), axis_types=(AxisType.Auto,)), PartitionSpec("data"))
     weights = [jax.ShapeDtypeStruct((512, 512), jnp.float32)]
     batch = jax.ShapeDtypeStruct((4096, 512), jnp.float32, sharding=divided)
     function = optimize(layers_step, target=with_link(1e10, "v5e:2x2"), offload=True, verify=False)
