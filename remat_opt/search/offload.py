@@ -227,6 +227,8 @@ class OffloadSearch:
                 break
             if starts[-1].peak <= limit:
                 starts.append(self.recomputing.at(limit, starts[-1]))
+        if alone.peak > budget or not self.is_one_pass(alone):  # recomputation alone has come to its end
+            starts += [self.recomputing.minimum_memory, self.problem.plain]
         return (alone, *(one for start in starts for one in self.moved(start, budget)))
 
     def moved(self, start: Solution, budget: int) -> Iterable[Solution]:
