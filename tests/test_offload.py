@@ -91,11 +91,14 @@ def test_copies_of_one_queue_follow_one_another() -> None:
         (Transfer(4, 3, 0), "the way back later"),
         (Transfer(2, 4, 3), "made before it goes"),
         (Transfer(2, 4, 99), "made before it goes"),
+        (Transfer(5, 7, 4), "no results of the step"),
     ],
 )
 def test_transfers_that_do_not_fit_the_schedule_are_refused(transfer: Transfer, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        check_transfers(there_and_back(4), Schedule((Run(tuple(range(8))),), (transfer,)))
+        check_transfers(
+            dataclasses.replace(there_and_back(4), outputs=(4, 7)), Schedule((Run(tuple(range(8))),), (transfer,))
+        )
 
 
 def test_a_value_may_go_twice_but_not_while_it_is_away() -> None:

@@ -38,13 +38,11 @@ def stalls(graph: Graph, schedule: Schedule, bandwidth: float) -> float:
         schedule: with transfers.
         bandwidth: bytes per second of each of the two queues.
     """
-    needed = first_reads(graph, schedule)
-    place_of = {op: place for place, op in reversed([*enumerate(schedule.order)])}
-    made = {one.value: place_of[graph.producer[one.value]] for one in needed}
+    needed, made = first_reads(graph, schedule), _places_made(graph, schedule)
     seconds = np.concatenate([[0.0], np.cumsum(graph.op_seconds[np.array(schedule.order, dtype=np.int64)])])
     late = out_free = back_free = 0.0
     done: dict[int, float] = {}
-    events = [(made[value] + 1, _BEGINS_OUT, value) for value in {one.value: None for one in needed}]
+    events = [(place + 1, _BEGINS_OUT, value) for value, place in made.items()]
     events += [(one.gone, _IS_OUT, one.value) for one in needed]
     events += [(one.back, _BEGINS_BACK, one.value) for one in needed]
     events += [(read, _IS_BACK, one.value) for one, read in needed.items()]
@@ -62,20 +60,26 @@ def stalls(graph: Graph, schedule: Schedule, bandwidth: float) -> float:
 def host_peak(graph: Graph, schedule: Schedule) -> int:
     """The most bytes of the host's memory that copies take at one moment: from where a value is made to where its last
     copy back is done."""
-    order = schedule.order
-    place_of = {op: place for place, op in reversed([*enumerate(order)])}
-    change = np.zeros(len(order) + 2, dtype=np.int64)
-    for value, read in {one.value: read for one, read in sorted(first_reads(graph, schedule).items())}.items():
-        change[place_of[graph.producer[value]]] += graph.sizes[value]
-        change[read] -= graph.sizes[value]
+    change = np.zeros(len(schedule.order) + 1, dtype=np.int64)
+    last = {one.value: read for one, read in sorted(first_reads(graph, schedule).items())}
+    for value, place in _places_made(graph, schedule).items():
+        change[place] += graph.sizes[value]
+        change[last[value]] -= graph.sizes[value]
     return int(np.cumsum(change).max(initial=0))
+
+
+def _places_made(graph: Graph, schedule: Schedule) -> dict[int, int]:
+    """For each value that goes to the host the place of the op that makes it first."""
+    makers = {graph.producer[one.value]: one.value for one in schedule.transfers}
+    places = reversed([(makers[op], place) for place, op in enumerate(schedule.order) if op in makers])
+    return dict(places)
 
 
 def check_transfers(graph: Graph, schedule: Schedule) -> None:
     """Compare transfers with the schedule that they are part of.
 
     Raises:
-        ValueError: a value is none that an op makes, goes while it is away, or is read or made then; a place lies
+        ValueError: a value is none that an op makes, or a result of the step; it goes while it is away, or is read or made then; a place lies
             inside a recomputed run.
     """
     order = schedule.order
@@ -89,6 +93,8 @@ def check_transfers(graph: Graph, schedule: Schedule) -> None:
             raise ValueError(f"transfers, expected places in first runs, the way back later, found {one}")
         if not 0 <= one.value < len(graph.sizes) or graph.producer[one.value] not in order[: one.gone]:
             raise ValueError(f"transfers, expected a value that is made before it goes, found {one}")
+        if one.value in graph.outputs:
+            raise ValueError(f"transfers, expected no results of the step, found {one}")
         between = order[one.gone : one.back]
         if any(one.value in (*graph.ops[op].inputs, *graph.ops[op].outputs) for op in between):
             raise ValueError(f"transfers, expected a value that nothing reads while it is away, found {one}")
