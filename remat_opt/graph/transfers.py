@@ -79,8 +79,8 @@ def check_transfers(graph: Graph, schedule: Schedule) -> None:
     """Compare transfers with the schedule that they are part of.
 
     Raises:
-        ValueError: a value is none that an op makes, or a result of the step; it goes while it is away, or is read or made then; a place lies
-            inside a recomputed run.
+        ValueError: a value is none that an op makes, or a result of the step; it goes while it is away, or is read or
+            made then; a place lies inside a recomputed run.
     """
     order = schedule.order
     allowed = {*places(schedule)}
