@@ -58,7 +58,7 @@ class Frontier:
 
     def __str__(self) -> str:
         given = self.points[-1].plan.predicted
-        has_host = any(point.plan.transfers for point in self.points)
+        has_host = any(point.plan.predicted.host_bytes for point in self.points)
         head = f"{'peak':>12}  {'of plain':>8}  {'extra FLOPs':>11}  {'extra time':>10}"
         lines = [head + (f"  {'on the host':>12}" if has_host else "")]
         for point in self.points:

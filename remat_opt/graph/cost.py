@@ -14,11 +14,13 @@ class Rates:
         bandwidth: bytes per second between memory and arithmetic.
         flops: FLOP/s of matrix work by dtype name.
         counts_flops: a graph's kernels take the time of their FLOPs, as float32's matrix work, and traffic takes none.
+        host_bandwidth: bytes per second each way to the host's memory; None where no value may go there.
     """
 
     bandwidth: float
     flops: Mapping[str, float]
     counts_flops: bool = False
+    host_bandwidth: float | None = None
 
     def matrix_rate(self, dtype: str) -> float:
         """FLOP/s of products in `dtype`; float32's where the device says nothing of it."""

@@ -13,6 +13,8 @@ import numpy as np
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.schedule import Schedule, Transfer
 
+SMALLEST_COPY = 1 << 20  # bytes: a smaller one takes about as long as it takes to start one
+
 _BEGINS_OUT, _IS_OUT, _BEGINS_BACK, _IS_BACK = range(4)  # what happens at a place, in this order
 
 

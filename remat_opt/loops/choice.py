@@ -42,6 +42,8 @@ class LoopChoice:
         in_chunk: two levels: what a chunk saves in addition to carries; see `Chunks`.
         earlier: two levels: the loop's first steps may be in other chunks. The reverse loop comes to them last, when
             what was saved for later steps is free: their chunks may be longer and save more.
+        host: one level: values of the forward body, of those that are saved and of the carry, whose stacks are in the
+            host's memory.
         step_bytes: None repeats what a step of the reverse loop needs at its beginning. Else a step is scheduled as a
             program of its own, for a peak of so many bytes.
     """
@@ -52,12 +54,20 @@ class LoopChoice:
     in_chunk: frozenset[int] = frozenset()
     earlier: tuple[Chunks, ...] = ()
     step_bytes: int | None = None
+    host: frozenset[int] = frozenset()
 
     def __post_init__(self):
         if self.chunk is not None and self.chunk < 1:
             raise ValueError(f"expected a chunk of at least 1 step, got {self.chunk}; write chunk=None for one level")
         if self.chunk is None and (self.in_chunk or self.earlier):
             raise ValueError("expected a chunk with in_chunk or earlier, got chunk=None; write saved=… for one level")
+        if self.chunk is not None and self.host:
+            raise ValueError(f"expected one level for stacks in the host's memory, got a chunk of {self.chunk} steps")
+
+    @property
+    def is_several_operations(self) -> bool:
+        """Whether the reverse loop is written as more than one loop."""
+        return self.chunk is not None or bool(self.host)
 
     def groups(self, length: int) -> tuple[Chunks, ...]:
         """Two levels: all chunks of a loop of so many steps, but its last one, which runs in reverse at once. None with

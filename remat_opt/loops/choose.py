@@ -24,6 +24,7 @@ from remat_opt.loops.options import PairOptions, pair_options
 from remat_opt.loops.pairs import Pair, Pairs, find_pairs
 from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import find_update
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.inline import Program
 
@@ -92,6 +93,22 @@ class LoopChoices:
             sizes = {option.choice: option.bytes for option in options}
             found.append(WrittenPair(self.pairs[at].length, choice, sizes.get(None), sizes.get(choice)))
         return tuple(found)
+
+    @property
+    def host_bytes(self) -> int:
+        """Of the stacks that are in the host's memory."""
+        return sum(
+            self.pairs[at].length * sum(bytes_of(self.pairs[at].forward.body.avals[value]) for value in choice.host)
+            for at, choice in self.chosen
+        )
+
+    @property
+    def stall_seconds(self) -> float:
+        """How long the loops wait for copies to the host's memory and back; 0 where that was not worked out."""
+        if not self.options:
+            return 0.0
+        known = ({one.choice: one.stall_seconds for one in self.options[at].options} for at, _ in self.chosen)
+        return sum(of[choice] for of, (_, choice) in zip(known, self.chosen, strict=True))
 
     @property
     def most_extra(self) -> float:
@@ -176,7 +193,7 @@ def _once_and_twice(pair: PairOptions, share: float) -> tuple[Option, Option]:
     original = pair.options[0]
     found = []
     for most in (MOST_EXTRA, MOST_EXTRA_TWICE if pair.is_recurrent else MOST_EXTRA):
-        allowed = (option for option in pair.options if option.extra_flops <= most * share * pair.flops)
+        allowed = (option for option in pair.options if pair.is_allowed(option, most * share))
         best = min(allowed, key=lambda option: (option.bytes, option.extra_flops))
         found.append(best if best.bytes <= GAIN_THRESHOLD * original.bytes else original)
     return found[0], found[1]
@@ -194,7 +211,7 @@ def within_budget(pairs: Sequence[PairOptions], budget: int) -> list[Option]:
             pair, before = pairs[group[0]], picked[group[0]]
             for option in pair.options:
                 gain = before.bytes - option.bytes
-                if gain > 0 and option.extra_flops <= MOST_EXTRA_TWICE * pair.flops:
+                if gain > 0 and pair.is_allowed(option, MOST_EXTRA_TWICE):
                     enough = needed(_exchanged(picked, group, option)) <= budget
                     more = max(option.extra_seconds - before.extra_seconds, 0.0)
                     # What is enough by itself is judged by its time alone, what is not by time for each byte.

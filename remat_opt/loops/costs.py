@@ -40,7 +40,8 @@ class Option:
         transient_bytes: what the reverse loop needs in addition while it runs: the peak of one step, the carries of a
             chunk, the stacks of gradients that it leaves to an update outside.
         extra_flops: FLOPs beyond those of the pair as it is.
-        extra_seconds: estimated seconds beyond those of the pair as it is.
+        extra_seconds: estimated seconds beyond those of the pair as it is, `stall_seconds` among them.
+        stall_seconds: how long the loops wait for copies to the host's memory and back.
     """
 
     choice: LoopChoice | None
@@ -48,6 +49,7 @@ class Option:
     transient_bytes: int
     extra_flops: float
     extra_seconds: float
+    stall_seconds: float = 0.0
 
     @property
     def bytes(self) -> int:
@@ -170,6 +172,14 @@ class PairCosts:
         return sum(flops_of(loop.equation, self.program) for loop in (self.pair.forward, self.pair.backward))
 
     @functools.cached_property
+    def original_seconds(self) -> float:
+        """Of both loops as they are."""
+        every = self.work(tuple(range(len(self.pair.forward.body.equations)))).seconds
+        as_given = LoopChoice()
+        recomputed = self.work(self.kinds(as_given)[0].recomputation.residuals.equations).seconds
+        return self.pair.length * (every + self.kinds(as_given)[0].seconds(None) - recomputed)
+
+    @functools.cached_property
     def is_recurrent(self) -> bool:
         """Whether the steps have their weights in common, as over time, and not one slice of stacks each, as layers."""
         loop = self.pair.forward
@@ -190,8 +200,9 @@ class PairCosts:
     def option(self, choice: LoopChoice) -> Option:
         """The pair as a choice says."""
         kept, transient = self.memory(choice)
-        extra = Work.of(self.runs(choice))
-        return Option(choice, kept, transient + self.gradient_bytes(choice.update), extra.flops, extra.seconds)
+        extra, stalls = Work.of(self.runs(choice)), sum(self.stalls(choice))
+        transient += self.gradient_bytes(choice.update)
+        return Option(choice, kept, transient, extra.flops, extra.seconds + stalls, stalls)
 
     def reverse_seconds(self, choice: LoopChoice) -> float:
         """Of the reverse loop as a choice says."""
@@ -212,10 +223,12 @@ class PairCosts:
         """What is saved from the forward to the reverse loop, and what the reverse loop needs in addition, in bytes."""
         alone, of_group = self.kinds(choice)
         length, groups = self.pair.length, choice.groups(self.pair.length)
-        saved = length * self.body_bytes({v for kind in (alone, *of_group) for v in kind.recomputation.saved})
         if choice.chunk is None:
-            carries = self.carry_bytes(alone.recomputation.carries)
-            return saved + length * carries, alone.schedule(choice.step_bytes).peak
+            stacked = {*self.handed_over(choice)}
+            fetched = 2 * self.body_bytes(stacked & choice.host)  # for this step and the next one
+            kept = length * self.body_bytes(stacked - choice.host)
+            return kept, alone.schedule(choice.step_bytes).peak + fetched
+        saved = length * self.body_bytes({v for kind in (alone, *of_group) for v in kind.recomputation.saved})
         # From the chunks that run in reverse last to those that are first.
         peak = firsts = saved
         for chunks, kind in zip(groups, of_group, strict=True):
@@ -227,6 +240,25 @@ class PairCosts:
         sizes = self.chunk_sizes(alone, of_group[-1], choice.step_bytes, is_single=last == 1, is_last=True)
         kept = firsts + sizes.saved(last)
         return kept, max(peak, kept + sizes.step) - kept
+
+    def handed_over(self, choice: LoopChoice) -> tuple[int, ...]:
+        """One level: values of the forward body that the forward loop stacks for the reverse loop."""
+        recomputed = self.kinds(choice)[0].recomputation
+        return (*recomputed.saved, *(self.pair.forward.body_carry[at] for at in recomputed.carries))
+
+    def stalls(self, choice: LoopChoice) -> tuple[float, float]:
+        """Seconds that the forward and the reverse loop wait for copies out and back: what one step's copies take
+        beyond the step's work."""
+        if not choice.host or self.rates.host_bandwidth is None:
+            return 0.0, 0.0
+        copies = self.body_bytes(choice.host) / self.rates.host_bandwidth
+        work = self.seconds_beside(choice)
+        out, back = (self.pair.length * max(copies - seconds, 0.0) for seconds in work)
+        return out, back
+
+    def seconds_beside(self, choice: LoopChoice) -> tuple[float, float]:
+        """One level: the work of one step of the forward and of the reverse loop, beside which copies can run."""
+        return self.forward_work(choice).seconds, self.kinds(choice)[0].seconds(choice.step_bytes)
 
     def chunk_sizes(
         self,
@@ -259,14 +291,10 @@ class PairCosts:
         """What the loops do beyond those as they are: how often, and the work."""
         alone, of_group = self.kinds(choice)
         loop, length = self.pair.forward, self.pair.length
-        kinds, groups = (alone, *of_group), choice.groups(length)
-        in_last = kinds[-1].recomputation.in_chunk
-        saved = sorted({value for kind in kinds for value in kind.recomputation.saved})
-        # The forward loop leaves out what only the residuals needed.
-        wanted = (*loop.next_carry, *(loop.body_ys[y] for y in self.pair.kept_ys), *saved, *in_last)
-        if wanted not in self.known_forward:
-            self.known_forward[wanted] = self.work(loop.body.slice_back(wanted).equations)
-        runs = [(length, self.known_forward[wanted]), (-length, self.work(tuple(range(len(loop.body.equations)))))]
+        groups = choice.groups(length)
+        in_last = (alone, *of_group)[-1].recomputation.in_chunk
+        every = tuple(range(len(loop.body.equations)))
+        runs = [(length, self.forward_work(choice)), (-length, self.work(every))]
         if not groups:
             return runs + self.steps_recomputed(length, alone, choice.step_bytes)
         # It selects for the stacks that may not be written by every step.
@@ -282,6 +310,17 @@ class PairCosts:
         for chunks, kind in zip(groups, of_group, strict=True):
             runs += self.chunks_recomputed(chunks, alone, kind, choice.step_bytes, is_last=False)
         return runs + self.chunks_recomputed(last, alone, of_group[-1], choice.step_bytes, is_last=True)
+
+    def forward_work(self, choice: LoopChoice) -> Work:
+        """Of one step of the forward loop, which leaves out what only the residuals needed."""
+        alone, of_group = self.kinds(choice)
+        loop, kinds = self.pair.forward, (alone, *of_group)
+        saved = sorted({value for kind in kinds for value in kind.recomputation.saved})
+        in_last = kinds[-1].recomputation.in_chunk
+        wanted = (*loop.next_carry, *(loop.body_ys[y] for y in self.pair.kept_ys), *saved, *in_last)
+        if wanted not in self.known_forward:
+            self.known_forward[wanted] = self.work(loop.body.slice_back(wanted).equations)
+        return self.known_forward[wanted]
 
     def chunks_recomputed(
         self, chunks: Chunks, alone: StepKind, others: StepKind, step_bytes: int | None, *, is_last: bool

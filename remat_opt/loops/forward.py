@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from remat_opt.loops.pair_plan import PairPlan
-from remat_opt.loops.stacks import room_for, unroll_for
+from remat_opt.loops.stacks import room_for, to_host, unroll_for
 from remat_opt.trace.evaluation import evaluate, read
 
 
@@ -50,8 +50,9 @@ def run_forward(plan: PairPlan, operands: dict[int, Any]) -> tuple[list[Any], li
         environment = dict(zip(loop.body.inputs, [*constants, *carry, *slices], strict=True))
         evaluate(loop.body, equations, environment)
         stacked = [read(loop.body_ys[y], environment) for y in ys]
-        stacked += [environment[value] for value in repeats.saved]
-        stacked += [carry[at] for at in one_level]
+        handed_over = [(value, environment[value]) for value in repeats.saved]
+        handed_over += [(loop.body_carry[at], carry[at]) for at in one_level]
+        stacked += [to_host(x) if value in plan.choice.host else x for value, x in handed_over]
         if chunks:
             chunks = _saved_for_chunks(plan, chunks, step_number, carry, environment)
         return ([read(atom, environment) for atom in loop.next_carry], chunks), stacked

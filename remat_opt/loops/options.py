@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from remat_opt.graph.cost import Rates
+from remat_opt.graph.transfers import SMALLEST_COPY
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.costs import Option, PairCosts
 from remat_opt.loops.division import Division, divide, unit_of
@@ -15,6 +16,7 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.loops.recomputation import recomputation
 from remat_opt.loops.steps import StepSearch
 from remat_opt.loops.update import Update
+from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.inline import Program
 
 MOST_SAVED_SETS = 8
@@ -38,13 +40,18 @@ class PairOptions:
 
     Attributes:
         options: the first one leaves it as it is.
-        flops: FLOPs of both loops as they are.
+        flops, seconds: FLOPs and estimated seconds of both loops as they are.
         is_recurrent: whether the steps have their weights in common.
     """
 
     options: tuple[Option, ...]
     flops: float
+    seconds: float
     is_recurrent: bool = False
+
+    def is_allowed(self, option: Option, most: float) -> bool:
+        """Whether an option recomputes, and waits for copies, at most a part `most` of the pair's work."""
+        return option.extra_flops <= most * self.flops and option.stall_seconds <= most * self.seconds
 
 
 def pair_options(
@@ -56,7 +63,7 @@ def pair_options(
 ) -> PairOptions:
     """List what can be done to a pair; arguments as of `PairCosts`."""
     costs = PairCosts(pair, program, rates, update, steps)
-    return PairOptions(tuple(_Options(costs).all()), costs.original_flops, costs.is_recurrent)
+    return PairOptions(tuple(_Options(costs).all()), costs.original_flops, costs.original_seconds, costs.is_recurrent)
 
 
 class _Options:
@@ -73,15 +80,32 @@ class _Options:
         for saved in self.saved_sets:
             levels = self.step_levels(saved)
             chunks = self.chunks() if not saved and starts_from_carry else ()
-            found += [
-                self.costs.option(LoopChoice(saved, chunk, update, step_bytes=level))
+            choices = [
+                LoopChoice(saved, chunk, update, step_bytes=level)
                 for chunk in (None, *chunks)
                 for update in self.updates
                 for level in levels
             ]
+            choices += [dataclasses.replace(one, host=host) for one in choices for host in self.host_sets(one)]
+            found += map(self.costs.option, choices)
         if starts_from_carry:
             found += self.in_chunks_of_several_kinds()
         return found if self.costs.program.marks is None else self.gather_threshold(found)
+
+    def host_sets(self, choice: LoopChoice) -> list[frozenset[int]]:
+        """What of the stacks of a choice may be in the host's memory: the largest, as long as the copies of a step hide
+        beside its work, and all of them."""
+        bandwidth = self.costs.rates.host_bandwidth
+        if bandwidth is None or choice.chunk is not None:
+            return []
+        avals = self.pair.forward.body.avals
+        large = [v for v in dict.fromkeys(self.costs.handed_over(choice)) if bytes_of(avals[v]) >= SMALLEST_COPY]
+        hidden, left = set[int](), min(self.costs.seconds_beside(choice)) * bandwidth
+        for value in sorted(large, key=lambda value: (-bytes_of(avals[value]), value)):
+            if bytes_of(avals[value]) <= left:
+                hidden.add(value)
+                left -= bytes_of(avals[value])
+        return [*filter(None, dict.fromkeys((frozenset(hidden), frozenset(large))))]
 
     def gather_threshold(self, options: list[Option]) -> list[Option]:
         """Where arrays are divided among devices, chunks only if they take much less than the carry of each step: what

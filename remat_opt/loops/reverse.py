@@ -13,7 +13,7 @@ from jax import lax
 from remat_opt.loops.pair_plan import PairPlan
 from remat_opt.loops.recomputation import Recomputation
 from remat_opt.loops.reverse_step import ReverseStep
-from remat_opt.loops.stacks import room_for, slice_at, unroll_for
+from remat_opt.loops.stacks import fetched, room_for, slice_at, unroll_for
 from remat_opt.trace.evaluation import evaluate, read
 
 
@@ -45,6 +45,9 @@ class ReverseLoop:
         # One level: the carries of all steps. Two: of each group the first ones of its chunks.
         self.carries = [] if plan.groups else list(handed)
         self.slots = [list(itertools.islice(handed, len(group.forward_carries))) for group in self.repeats.of_group]
+        # One level: stacks in the host's memory, by value of the forward body.
+        host = self.body.saved | dict(zip(self.starts, self.carries, strict=False))
+        self.host = {value: stack for value, stack in host.items() if value in plan.choice.host}
         # Of the last chunk: its carries, and its residuals.
         self.carries_of_last = list(itertools.islice(handed, len(self.repeats.alone.carries))) if plan.groups else []
         self.residuals = list(handed)
@@ -56,22 +59,38 @@ class ReverseLoop:
         wanted = [value for value in self.pair.backward.last_carry if value in self.plan.read_later]
         return [*(carried[value] for value in wanted), *stacked, *in_place]
 
+    @property
+    def starts(self) -> list[int]:
+        """One level: the values of the forward body that `carries` are the stacks of."""
+        return [self.pair.forward.body_carry[at] for at in self.repeats.alone.carries]
+
     def in_one_level(self) -> tuple[list[Any], list[Any], list[Any]]:
-        backward = self.pair.backward
+        """Slices of stacks in the host's memory are fetched one step ahead: the loop carries them."""
+        backward, starts = self.pair.backward, self.starts
+        carries = {v: stack for v, stack in zip(starts, self.carries, strict=True) if v not in self.host}
+        saved = {v: stack for v, stack in self.body.saved.items() if v not in self.host}
+        by_value = (carries, saved, self.body.stacks)
         numbers = jnp.arange(backward.length, dtype=jnp.int32)
+        first, ahead = (backward.length - 1, -1) if backward.reverse else (0, 1)
+
+        def fetch(index):
+            return {value: fetched(stack, index) for value, stack in self.host.items()}
 
         def step(state, x):
+            state, arrived = state
             index, given = x
-            carries, slices = given or (
-                self.slices_of(self.carries, index),
-                self.body.slices(index),
-            )
-            return self.body.run(state, index, self.repeats.alone, carries, slices)
+            coming = fetch(lax.clamp(jnp.int32(0), index + ahead, jnp.int32(backward.length - 1)))
+            carries, saved, stacks = given or [self.body.slices_of(stacks, index) for stacks in by_value]
+            carries = carries | arrived
+            saved = saved | {value: slice for value, slice in arrived.items() if value not in starts}
+            in_order = [carries[value] for value in starts]
+            state, made = self.body.run(state, index, self.repeats.alone, in_order, (saved, stacks))
+            return (state, coming), made
 
-        (last, in_place), stacked = lax.scan(
+        ((last, in_place), _), stacked = lax.scan(
             step,
-            self.body.first_state,
-            (numbers, None if self.body.is_scheduled else (list(self.carries), (self.body.saved, self.body.stacks))),
+            (self.body.first_state, fetch(jnp.int32(first))),
+            (numbers, None if self.body.is_scheduled else by_value),
             length=backward.length,
             reverse=backward.reverse,
             unroll=unroll_for(backward.unroll, backward.length),

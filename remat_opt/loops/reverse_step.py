@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -58,11 +58,11 @@ class ReverseStep:
 
     def slices(self, index: Any) -> tuple[dict[int, Any], dict[int, Any]]:
         """This step's slice of each of `saved` and of `stacks`."""
-        saved, stacks = (
-            {value: self.slice_of(stack, index) for value, stack in stacks.items()}
-            for stacks in (self.saved, self.stacks)
-        )
-        return saved, stacks
+        return self.slices_of(self.saved, index), self.slices_of(self.stacks, index)
+
+    def slices_of(self, stacks: Mapping[int, Any], index: Any) -> dict[int, Any]:
+        """A step's slice of each of some stacks."""
+        return {value: self.slice_of(stack, index) for value, stack in stacks.items()}
 
     def forward_stacks(self, in_place: Sequence[Any]) -> dict[int, Any]:
         """The stacks of values of the forward body, as they are when those of `in_place` have been updated so far."""

@@ -70,7 +70,7 @@ class Splicing:
         self.instead: dict[int, list[Equation]] = {i: [e] for i, e in enumerate(program.equations)}
         self.parts: dict[Hashable, Program] = {}  # what was traced; once for pairs that are `written_alike`
         self.keys: dict[int, Hashable] = {}  # of reverse loops, by index
-        self.figures: dict[Hashable, BodyFigures] = {}  # of the same, by key
+        self.figures: dict[Hashable, tuple[BodyFigures, BodyFigures]] = {}  # of both loops, by key
         self.run_once: set[int] = set()
         self.bodies: dict[int, BodyFigures] = {}
         self.renamed: dict[int, Atom] = {}  # values whose equation is gone -> what holds them now
@@ -112,8 +112,9 @@ class Splicing:
         def reverse(values: Sequence[Any]) -> list[Any]:
             return ReverseLoop(plan, dict(zip(reads, values, strict=False)), values[len(reads) :]).run()
 
-        # Two levels are two loops, which hand stacks from one to the other in place: one operation to all others.
-        written = reverse if choice.chunk is None else in_one_equation(reverse)
+        # Two levels are two loops, which hand stacks from one to the other in place: one operation to all others. So
+        # is a loop with what is fetched for its first step.
+        written = in_one_equation(reverse) if choice.is_several_operations else reverse
         made = self.trace(pair.backward_index, written, [*reads, *handed_over], (key, "reverse"))
         self.rename(plan.reverse_results, made)
         for index in absorbed - {pair.backward_index}:
@@ -127,12 +128,18 @@ class Splicing:
         key = self.keys[pair.backward_index]
         if key not in self.figures:
             costs = PairCosts(pair, self.program, rates, None, steps)
-            is_hidden = steps is not None and (choice.step_bytes is not None or choice.chunk is not None)
+            is_hidden = steps is not None and (choice.step_bytes is not None or choice.is_several_operations)
             workspace = costs.memory(choice)[1] if is_hidden else None
-            self.figures[key] = BodyFigures(workspace, costs.reverse_seconds(choice))
-        regions = [one for one in self.instead[pair.backward_index] if compat.jaxprs_in(one.params)]
-        if len(regions) == 1:
-            self.bodies[regions[0].outputs[0]] = self.figures[key]
+            out, back = costs.stalls(choice)
+            forward = costs.forward_work(choice).seconds * pair.length + out if out else None
+            self.figures[key] = (
+                BodyFigures(None, forward),
+                BodyFigures(workspace, costs.reverse_seconds(choice) + back),
+            )
+        for index, figures in zip((pair.forward_index, pair.backward_index), self.figures[key], strict=True):
+            regions = [one for one in self.instead[index] if compat.jaxprs_in(one.params)]
+            if len(regions) == 1 and figures != BodyFigures():
+                self.bodies[regions[0].outputs[0]] = figures
 
     def trace(self, index: int, emit: Emit, operands: Sequence[Atom], key: Hashable) -> list[Atom]:
         """Put what is done on some operands in the place of an equation; the values of the results.

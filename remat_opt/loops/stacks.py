@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 from jax import lax
 
 from remat_opt.trace import compat
@@ -20,6 +21,16 @@ def slice_as_written(stack: Any, index: Any) -> Any:
     """A slice in the layout that it was written in. A compiler that is free to choose may like another one for its
     readers, and copies the whole stack for it."""
     return compat.row_major(slice_at(stack, index))
+
+
+def to_host(value: Any) -> Any:
+    """A slice for a stack in the host's memory."""
+    return jax.device_put(value, jax.memory.Space.Host)
+
+
+def fetched(stack: Any, index: Any) -> Any:
+    """A step's slice of a stack in the host's memory, in the device's."""
+    return jax.device_put(slice_at(stack, index), jax.memory.Space.Device)
 
 
 def room_for(value: Any, places: int) -> Any:

@@ -115,6 +115,8 @@ class Planner:
         prepared, solution = candidate.prepared, candidate.solution
         names = prepared.names(solution.choice)
         graph, original = prepared.bridge.graph, self.original.unchanged.bridge.graph
+        written = prepared.loops if prepared.original else None
+        stalls = solution.extra_seconds - solution.schedule.extra_seconds(graph)
         predicted = Prediction(
             plain_peak_bytes=prepared.plain_peak,
             peak_bytes=candidate.peak,
@@ -123,11 +125,10 @@ class Planner:
             extra_flops=candidate.extra_flops,
             seconds=original.seconds,
             extra_seconds=candidate.extra_seconds,
-            host_bytes=host_peak(graph, solution.schedule),
-            stall_seconds=solution.extra_seconds - solution.schedule.extra_seconds(graph),
+            host_bytes=host_peak(graph, solution.schedule) + (written.host_bytes if written else 0),
+            stall_seconds=stalls + (written.stall_seconds if written else 0.0),
         )
         saved = tuple(names[value] for value in sorted(names))
-        written = prepared.loops if prepared.original else None
         loops = prepared.loops or self.forms.given.loops
         said = loops.summary(written=written is not None) if loops else ""
         split = note_of_split(self.original, prepared.chunks)

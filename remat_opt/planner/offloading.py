@@ -35,7 +35,7 @@ def with_transfers(
             return decide_alone()
         except InfeasibleBudget as other:
             raise min(refusal, other, key=lambda one: one.least_bytes) from None
-    if not decision.solution.schedule.transfers:
+    if not decision.plan.predicted.host_bytes:
         return decision if planner.compiled <= 1 else min(decision, decide_alone(), key=lambda one: one.extra_seconds)
     check_pool(decision)
     if planner.compile is None:

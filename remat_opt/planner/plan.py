@@ -303,7 +303,7 @@ def check_loops(plan: Plan, pairs: Sequence[Pair]) -> None:
             raise ValueError(f"loops, expected chunks of at most {length} steps, found {choice.chunk}")
         if len(choice.earlier) > MOST_KINDS or sum(one.all_steps for one in choice.earlier) >= length:
             raise ValueError(f"loops, expected at most {MOST_KINDS} kinds of chunks before the last, in {length} steps")
-        sets = (choice.saved, choice.in_chunk, *(one.in_chunk for one in choice.earlier))
+        sets = (choice.saved, choice.in_chunk, choice.host, *(one.in_chunk for one in choice.earlier))
         if not all(value < values for one in sets for value in one):
             raise ValueError(f"loops, expected ids of the {values} values of the loop's body")
 
@@ -321,7 +321,8 @@ def _loop_choice(loop: dict[str, Any]) -> LoopChoice:
     # Plans of before there were such things do not say anything of them.
     earlier = tuple(Chunks(one["number"], one["steps"], frozenset(one["in_chunk"])) for one in loop.get("earlier", ()))
     saved, in_chunk = frozenset(loop["saved"]), frozenset(loop["in_chunk"])
-    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, loop.get("step_bytes"))
+    host = frozenset(loop.get("host", ()))
+    return LoopChoice(saved, loop["chunk"], loop["update"], in_chunk, earlier, loop.get("step_bytes"), host)
 
 
 def _digest_of_schedule(document: dict[str, Any]) -> str:

@@ -134,8 +134,9 @@ _LOOP = record(
         "update": FLAG,
         "earlier": list_of(_CHUNKS),
         "step_bytes": optional(whole()),
+        "host": _IDS,
     },
-    left_out=("earlier", "step_bytes"),
+    left_out=("earlier", "step_bytes", "host"),
 )
 _RANGE = list_of(whole(0, MOST_OPERATIONS), length=2)
 

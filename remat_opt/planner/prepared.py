@@ -197,13 +197,14 @@ class Prepared:
 
     @property
     def rates(self) -> Rates:
-        """The target's bandwidth and FLOP rates."""
-        return _rates_of(self.target)
+        """The target's bandwidth and FLOP rates, and that of its host's memory where values may go there."""
+        host = self.target.host_bandwidth if self.offloads else None
+        return dataclasses.replace(_rates_of(self.target), host_bandwidth=host)
 
     @functools.cached_property
     def problem(self) -> Problem:
         """The graph as the searches see it."""
-        return Problem(self.bridge.graph, host_bandwidth=self.target.host_bandwidth if self.offloads else None)
+        return Problem(self.bridge.graph, host_bandwidth=self.rates.host_bandwidth)
 
     @functools.cached_property
     def fingerprint(self) -> str:

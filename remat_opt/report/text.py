@@ -76,8 +76,17 @@ def _summary(explanation: Findings) -> list[str]:
             f"{'is' if len(explanation.held) == 1 else 'are'} saved, and what else the backward pass reads is computed "
             f"again in {segments}, each when its gradients are due{updates}."
         )
-    if plan.transfers:
-        moved = format_count(len({one.value for one in plan.transfers}), "saved tensor")
+    if predicted.host_bytes:
+        loops = sum(bool(loop.choice.host) for loop in explanation.loops)
+        tensors = len({one.value for one in plan.transfers})
+        moved = " and ".join(
+            text
+            for text in (
+                format_count(tensors, "saved tensor") if tensors else "",
+                f"what {format_count(loops, 'loop')} keep{'s' if loops == 1 else ''} of each step" if loops else "",
+            )
+            if text
+        )
         waits = f"waits {format_seconds(predicted.stall_seconds)} for them" if predicted.stall_seconds else "hides them"
         done.append(
             f"{moved} ({format_bytes(predicted.host_bytes)} at a time) go to the host's memory and come back; the "
@@ -137,7 +146,7 @@ def _figures(explanation: Findings) -> list[str]:
         physical = [figures and figures.physical_peak_bytes for figures in (before, after)]
         quantities.append(_Quantity("temporary memory, compiled", format_bytes, *temp))
         quantities.append(_Quantity("physical peak, compiled", format_bytes, *physical))
-    if plan.transfers:
+    if predicted.host_bytes:
         host = plan.measured.host_temp_bytes if plan.measured else predicted.host_bytes
         label = "the host's memory, compiled" if plan.measured else "the host's memory, predicted"
         quantities.append(_Quantity(label, format_bytes, None, host))
@@ -191,6 +200,8 @@ def _loops(explanation: Findings) -> list[str]:
             kept += (
                 f", and for so many steps at a time {format_count(len(choice.in_chunk), 'tensor')} that are made again"
             )
+        if choice.host:
+            kept += f", {format_count(len(choice.host), 'stack')} of it in the host's memory"
         for chunks in choice.earlier:
             kept += f"; in its first {chunks.all_steps} steps at every {chunks.steps}."
             if chunks.in_chunk:

@@ -13,10 +13,8 @@ import numpy as np
 
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.schedule import Run, Schedule
-from remat_opt.graph.transfers import places
+from remat_opt.graph.transfers import SMALLEST_COPY, places
 from remat_opt.search.problem import Solution
-
-SMALLEST = 1 << 20  # bytes: a smaller copy takes about as long as it takes to start one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +90,7 @@ class Stays:
         values = [
             op.outputs[0]
             for index, op in enumerate(graph.ops)
-            if len(op.outputs) == 1 and index not in again and graph.sizes[op.outputs[0]] >= SMALLEST
+            if len(op.outputs) == 1 and index not in again and graph.sizes[op.outputs[0]] >= SMALLEST_COPY
         ]
         self.every: list[Stay] = []
         for value, touches in self.timeline.touches(set(values) - outputs).items():

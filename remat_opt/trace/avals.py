@@ -58,8 +58,9 @@ def item_bytes(dtype: Any) -> int:
 
 
 def bytes_of(aval: Any) -> int:
-    """Bytes of one value; 0 for what has no storage (tokens, references)."""
+    """Bytes of one value in its device's memory; 0 for what has no storage there (tokens, references, values in the
+    host's memory)."""
     shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
-    if shape is None or dtype is None:
+    if shape is None or dtype is None or not is_on_device(aval):
         return 0
     return math.prod(shape) * item_bytes(dtype)
