@@ -80,10 +80,11 @@ def barriers(
     for buffer in liveness.buffers:
         if buffer.birth < buffer.death:
             dying.setdefault(buffer.death, set()).add(buffer.value)
-    if slices is None and not any(run.recomputed for run in schedule.runs) and not schedule.transfers:
+    copies = bool(schedule.transfers or graph.host)
+    if slices is None and not any(run.recomputed for run in schedule.runs) and not copies:
         return _barriers_of_products(graph, schedule, liveness, born, dying)
     position, recomputing = 0, slices is not None
-    place, back = 0, min((one.back for one in schedule.transfers), default=len(schedule.order))
+    place, back = 0, _first_copy_back(graph, schedule)
     for index, run in enumerate(schedule.runs):
         recomputing |= run.recomputed
         again = index > 0 and schedule.runs[index - 1].recomputed
@@ -92,7 +93,7 @@ def barriers(
             of_run = _BarriersOfRun(graph, liveness, born, dying, position, slices).find(run.ops)
             late = run.ops if recomputing else run.ops[max(back - place, 0) :]
             found.update(((index, op), of_run[op]) for op in late if op in of_run)
-        if schedule.transfers and not recomputing:
+        if copies and not recomputing:
             of_run = _saved_in_time(graph, liveness, dying, run.ops[: max(back - place, 0)], position)
             found = {**{(index, op): barrier for op, barrier in of_run.items()}, **found}
         place += len(run.ops)
@@ -107,6 +108,12 @@ def barriers(
                 found[index, op] = Barrier(tuple(dict.fromkeys((*barrier.operands, *values))), barrier.results)
         position += len(run.ops)
     return found
+
+
+def _first_copy_back(graph: Graph, schedule: Schedule) -> int:
+    """The place before which the first copy comes back from the host, for an op or by a loop."""
+    fetching = (place for place, op in enumerate(schedule.order) if not graph.host.isdisjoint(graph.ops[op].inputs))
+    return min([*(one.back for one in schedule.transfers), next(fetching, len(schedule.order))])
 
 
 def _barriers_of_products(
@@ -269,7 +276,7 @@ class _BarriersOfRun:
         """Earlier kernels of this run (as bits) that free many bytes and on which this large kernel does not depend."""
         least = BARRIER_THRESHOLD * self.liveness.peak
         made = sum(self.graph.sizes[v] for v in self.graph.ops[op].outputs if v not in self.outputs)
-        if made < least or self.operand(op) < 0:
+        if made + self.graph.ops[op].workspace < least or self.operand(op) < 0:
             return 0
         loose = self.much_freed & ~known
         without_order = int(self.liveness.live[self.start + index]) + sum(self.frees[i] for i in _bits(loose))

@@ -19,7 +19,7 @@ from remat_opt.rewrites.pooling import by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
 from remat_opt.trace import compat
-from remat_opt.trace.avals import bytes_of, dtype_name, item_bytes
+from remat_opt.trace.avals import bytes_of, dtype_name, is_on_device, item_bytes
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, can_recompute, inline
@@ -90,6 +90,7 @@ def build(
         ),
         aliases=aliases_of(program, donated, constant_equations),
         constants=frozenset(constant_equations),
+        host=frozenset(value for value, aval in enumerate(program.avals) if not is_on_device(aval)),
     )
     fusion = fuse(
         unfused,
@@ -196,7 +197,8 @@ def op_of(program: Program, equation: Equation, rates: Rates) -> Op:
         moved += sum(bytes_of(program.avals[value]) for value in inputs)
     dtype = dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
     is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))
-    is_kernel = equation.primitive is not compat.barrier_p
+    is_copy = not all(is_on_device(program.aval_of(atom)) for atom in (*equation.inputs, *equation.outputs))
+    is_kernel = equation.primitive is not compat.barrier_p and not (is_copy and kind is not Kind.OPAQUE)
     return Op(
         inputs=inputs,
         outputs=equation.outputs,

@@ -103,6 +103,7 @@ class Graph:
         constants: values that depend on no input; they are made afresh wherever they are read and cost no memory.
         held: outputs that are buffers until the return, as in a loop's body, where they are no results of the caller's.
         fused: whether elementwise work was merged into its readers (`fusion.fuse`), so that all values are buffers.
+        host: values in the host's memory, of no bytes: stacks that one loop puts there for another.
     """
 
     sizes: tuple[int, ...]
@@ -113,6 +114,7 @@ class Graph:
     constants: frozenset[int] = frozenset()
     fused: bool = False
     held: frozenset[int] = frozenset()
+    host: frozenset[int] = frozenset()
 
     def __post_init__(self):
         check(self)
