@@ -174,6 +174,7 @@ def scanned(stack: jax.Array, x: jax.Array) -> tuple[jax.Array, jax.Array]:
 SMALL = jnp.asarray(np.random.default_rng(3).normal(size=(32, 8)), jnp.float32)
 LOOPS = {
     "one level": LoopChoice(),
+    "on the host": LoopChoice(host=frozenset({0, 1})),
     "chunks": LoopChoice(chunk=4, step_bytes=4000),
     "kinds of chunks": LoopChoice(chunk=2, earlier=(Chunks(1, 3), Chunks(1, 4)), update=True),
 }

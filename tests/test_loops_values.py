@@ -38,6 +38,12 @@ CHOICES = {
         chunk=2, update=True, in_chunk=all_residuals(pair), earlier=kinds_before(pair)
     ),
     "one level, steps scheduled": lambda pair: LoopChoice(step_bytes=1),
+    "one level, everything on the host": lambda pair: LoopChoice(
+        all_residuals(pair), update=True, host=all_residuals(pair) | {*pair.forward.body_carry}
+    ),
+    "one level, carries on the host, steps scheduled": lambda pair: LoopChoice(
+        step_bytes=1, host=frozenset(pair.forward.body_carry)
+    ),
     "several kinds of chunks, steps scheduled": lambda pair: LoopChoice(
         chunk=2, update=True, earlier=kinds_before(pair), step_bytes=1
     ),
@@ -100,7 +106,7 @@ def test_values(name, how, as_given):
     inside = name in WITHOUT_PAIRS | {"nested"}
     if inside:
         program, bodies = rewrite_inside(program, RATES)
-        assert bodies
+        assert bodies or "everything" in how  # then nothing is recomputed, so no body has both passes
     elif name != "checkpoint on the body":
         assert program.equations != found.program.equations
     assert [program.avals[v].str_short() for v in program.outputs if isinstance(v, int)] == [

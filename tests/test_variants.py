@@ -154,13 +154,13 @@ def test_equal_loops_are_searched_once_and_bring_no_more_variants(monkeypatch):
         return Variants(remat_opt.optimize(step, target="h200", verify=False).prepare(*arguments), "auto")
 
     one, four = forms_of(1), forms_of(4)
-    assert [len(variants.ways[0].pairs) for variants in (one, four)] == [1, 4]
+    assert [len(variants.ways.given.pairs) for variants in (one, four)] == [1, 4]
     assert len(searched) == 2
     assert len(four.for_minimum_memory) <= len(one.for_minimum_memory)
-    for way in four.ways:
-        if not way.for_budgets:
-            assert len({choice for _, choice in way.chosen}) <= 1
-    partial = [way for way in four.ways if 0 < len(way.chosen) < 4 or len({choice for _, choice in way.chosen}) > 1]
+    for way in four.ways.least:
+        assert len({choice for _, choice in way.chosen}) <= 1
+    between = [four.ways.between(share / 7) for share in range(7)]
+    partial = [way for way in between if 0 < len(way.chosen) < 4 or len({choice for _, choice in way.chosen}) > 1]
     assert partial  # for budgets only as many of them are rewritten as it needs
 
 
@@ -175,5 +175,5 @@ def test_loops_of_other_sizes_are_not_equal(monkeypatch):
         return jnp.sum(x)
 
     step = remat_opt.optimize(jax.value_and_grad(loss), target="h200", verify=False)
-    assert len(Variants(step.prepare(jnp.float32(0.8), jnp.ones((30, 10))), "auto").ways[0].pairs) == 3
+    assert len(Variants(step.prepare(jnp.float32(0.8), jnp.ones((30, 10))), "auto").ways.given.pairs) == 3
     assert len(searched) == 2

@@ -198,7 +198,7 @@ def op_of(program: Program, equation: Equation, rates: Rates) -> Op:
     dtype = dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
     is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))
     is_copy = not all(is_on_device(program.aval_of(atom)) for atom in (*equation.inputs, *equation.outputs))
-    is_kernel = equation.primitive is not compat.barrier_p and not (is_copy and kind is not Kind.OPAQUE)
+    is_kernel = equation.primitive is not compat.barrier_p and not (is_copy and not compat.jaxprs_in(equation.params))
     return Op(
         inputs=inputs,
         outputs=equation.outputs,

@@ -62,7 +62,6 @@ class LoopChoices:
         left: for each loop that has to stay as it is, the reason.
         inside: None where bodies of loops are as they were, else the share of memory that they were rewritten for.
         bodies: how many bodies of loops were rewritten, with their own pairs and segments.
-        for_budgets: whether it lies between the least memory and the loops as they are.
     """
 
     pairs: tuple[Pair, ...]
@@ -71,7 +70,6 @@ class LoopChoices:
     left: tuple[str, ...]
     inside: float | None = None
     bodies: int = 0
-    for_budgets: bool = False
 
     def summary(self, *, written: bool) -> str:
         """A sentence on what was done to the loops, empty where there are none."""
@@ -130,36 +128,58 @@ def choose(
     return _choices_of(pairs, options, picked)
 
 
+class Ways:
+    """Choices for all pairs of a program.
+
+    Args:
+        pairs: the pairs.
+        options: of each of them.
+        share: the program's FLOPs as a multiple of the pairs'.
+
+    Attributes:
+        given: the pairs as they are.
+        least: `given`, and the least memory with one and with two extra forward passes, where these differ.
+    """
+
+    def __init__(self, pairs: Pairs, options: tuple[PairOptions, ...], share: float):
+        self.pairs = pairs
+        self.options = options
+        self.original = [pair.options[0] for pair in options]
+        self.known: dict[tuple, LoopChoices] = {}
+        both = [_once_and_twice(pair, share) for pair in options]
+        self.given = self._known(self.original)
+        self.least = tuple(
+            dict.fromkeys((self.given, *(self._known([picked[most] for picked in both]) for most in (0, 1))))
+        )
+
+    def between(self, share: float) -> LoopChoices:
+        """The least time for a number of bytes between the least, share 0, and those of the pairs as they are."""
+        least, plain = max(needed(within_budget(self.options, 0)), 1), max(needed(self.original), 1)
+        return self._known(within_budget(self.options, int(least * (plain / least) ** share)))
+
+    def _known(self, picked: Sequence[Option]) -> LoopChoices:
+        choices = _choices_of(self.pairs, self.options, picked)
+        return self.known.setdefault(choices.chosen, choices)
+
+
 def ways_to_write(
     program: Program,
     rates: Rates,
     aliases: Sequence[tuple[int, int]] = (),
     *,
-    levels: int,
     keep_checkpoints: bool = False,
     steps: StepSearch | None = None,
-) -> tuple[LoopChoices, ...]:
-    """Different choices for all pairs of a program, the first of which leaves them as they are.
+) -> Ways:
+    """Choices for all pairs of a program.
 
     Args:
         program: the flat step.
         rates: the target.
         aliases: (input, output) pairs of the program that share one buffer.
-        levels: for how many budgets between the least bytes and the original ones the least time is chosen.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         steps: searches schedules of a step of a reverse loop.
     """
-    pairs, options, share = _options_of(program, rates, aliases, keep_checkpoints, steps)
-    original = [pair.options[0] for pair in options]
-    both = [_once_and_twice(pair, share) for pair in options]
-    ways = [original, *([picked[most] for picked in both] for most in (0, 1))]
-    least, plain = max(needed(within_budget(options, 0)), 1), max(needed(original), 1)
-    ways += (within_budget(options, int(least * (plain / least) ** (level / levels))) for level in range(levels))
-    different: dict[tuple, LoopChoices] = {}
-    for number, picked in enumerate(ways):
-        choices = dataclasses.replace(_choices_of(pairs, options, picked), for_budgets=number > 2)
-        different.setdefault(choices.chosen, choices)
-    return tuple(different.values())
+    return Ways(*_options_of(program, rates, aliases, keep_checkpoints, steps))
 
 
 def _options_of(

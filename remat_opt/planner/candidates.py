@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, SECOND_PASS_THRESHOLD, LoopChoices, ways_to_write
+from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, SECOND_PASS_THRESHOLD, LoopChoices, Ways, ways_to_write
 from remat_opt.planner.prepared import Prepared
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.search.caching import cached_method
@@ -25,8 +25,9 @@ from remat_opt.search.progress import part
 LEVELS = 7  # of the memory of loops
 LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few variants are searched
-LEVELS_INSIDE = (0.75, 0.5, 0.25, 0.0)
-HALVINGS_INSIDE = 4
+LEVELS_INSIDE = (0.75, 0.5, 0.25)
+HALVINGS = 4  # of the memory of loops or of bodies, for a budget
+HALVINGS_OF_LARGE = 1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,31 +86,39 @@ class Variants:
         self.answers: dict[tuple[Problem, int | None], Solution] = {}  # of the solver, which is asked once
 
     @functools.cached_property
-    def ways(self) -> tuple[LoopChoices, ...]:
+    def ways(self) -> Ways:
         """See `ways_to_write`."""
         program, aliases = self.original.captured.program, self.original.bridge.graph.aliases
-        large = len(self.original.bridge.graph.ops) > LARGE
-        levels, keep = LEVELS_OF_LARGE if large else LEVELS, self.keep_checkpoints
-        steps = self.original.step_search()
-        ways = ways_to_write(program, self.original.rates, aliases, levels=levels, keep_checkpoints=keep, steps=steps)
-        self.loops = ways[0]
+        steps, keep = self.original.step_search(), self.keep_checkpoints
+        ways = ways_to_write(program, self.original.rates, aliases, keep_checkpoints=keep, steps=steps)
+        self.loops = ways.given
         return ways
 
     @functools.cached_property
+    def is_large(self) -> bool:
+        """Whether few variants are searched."""
+        return len(self.original.bridge.graph.ops) > LARGE
+
+    @functools.cached_property
     def all(self) -> tuple[Prepared, ...]:
-        """All variants, sorted by the time of their loops. The original step is one of them."""
-        inside = LEVELS_INSIDE[:-1] if self.has_gain_inside else ()
-        levels = [self.written(self.ways[0], level) for level in inside]
-        return _fastest_first([*self.for_minimum_memory, *self.of_ways(self.ways), *levels])
+        """Variants for all budgets, sorted by the time of their loops. The original step is one of them."""
+        levels = LEVELS_OF_LARGE if self.is_large else LEVELS
+        ways = [self.ways.between(level / levels) for level in range(levels)]
+        return _fastest_first([*self.for_minimum_memory, *self.of_ways(ways), *self.with_bodies_between])
 
     @functools.cached_property
     def for_minimum_memory(self) -> tuple[Prepared, ...]:
-        """The part of `all` that can have the least memory. The others are for budgets."""
-        ways = [way for way in self.ways if not way.for_budgets]
+        """Variants that can have the least memory, and the original step."""
         inside = (None, 1.0) if self.original.chunks else (None,)  # in chunks our order alone may be all that is needed
-        return _fastest_first([*self.of_ways(ways), *(self.written(self.ways[0], level) for level in inside)])
+        as_given = [self.written(self.ways.given, level) for level in inside]
+        return _fastest_first([*self.of_ways(self.ways.least), *as_given])
 
-    def of_ways(self, ways: Iterable[LoopChoices]) -> Iterable[Prepared]:
+    @functools.cached_property
+    def with_bodies_between(self) -> list[Prepared]:
+        """Variants with bodies rewritten for more than the least memory."""
+        return [self.written(self.ways.given, level) for level in LEVELS_INSIDE] if self.has_gain_inside else []
+
+    def of_ways(self, ways: Iterable[LoopChoices]) -> list[Prepared]:
         """Variants with these choices for their loops, and with bodies rewritten for the least memory where that
         gains."""
         return [self.written(way, 0.0 if self.has_gain_inside else None) for way in ways]
@@ -117,7 +126,7 @@ class Variants:
     @functools.cached_property
     def has_gain_inside(self) -> bool:
         """Whether rewriting loop bodies lowers the memory of some body."""
-        return self.written(self.ways[0], 0.0).original is not None
+        return self.written(self.ways.given, 0.0).original is not None
 
     @cached_method
     def written(self, loops: LoopChoices, inside: float | None) -> Prepared:
@@ -128,7 +137,7 @@ class Variants:
     def reordered(self) -> Candidate:
         """The step in our order, with nothing recomputed; see `Prepared.ordered`."""
         is_split = self.original.chunks > 0
-        ordered = self.written(self.ways[0], 1.0) if is_split else self.original.unchanged.ordered
+        ordered = self.written(self.ways.given, 1.0) if is_split else self.original.unchanged.ordered
         return Candidate(ordered, ordered.problem.plain)
 
     def minimum_memory(self) -> Candidate:
@@ -165,7 +174,7 @@ class Variants:
     def within(self, limit: int) -> Candidate:
         """The least time with a peak of at most `limit` bytes, or the least peak at any cost where nothing fits."""
         smallest = best = None
-        every = self.in_chunks_within(limit) if self.original.chunks else self.all
+        every = self.near(limit)
         for number, variant in enumerate(every):
             if best is not None and variant.extra_seconds >= best.extra_seconds:
                 break
@@ -178,17 +187,26 @@ class Variants:
         assert smallest is not None
         return best or smallest
 
-    def in_chunks_within(self, limit: int) -> Sequence[Prepared]:
-        """Of a step whose batch is split those of `all` for the least memory and without recomputation, and in place of
-        the levels between them what halving finds for `limit` bytes, sorted by time."""
-        as_is, found = self.ways[0], [*self.for_minimum_memory]
-        fits, misses = 0.0, 1.0  # shares, as of `LEVELS_INSIDE`
-        for _ in range(HALVINGS_INSIDE):
-            share = (fits + misses) / 2
-            variant = self.written(as_is, share)
-            found.append(variant)
-            fits, misses = (share, misses) if self.candidate(variant, limit).peak <= limit else (fits, share)
+    def near(self, limit: int) -> Sequence[Prepared]:
+        """Variants for a budget of `limit` bytes, sorted by time: those for the least memory, and what halving finds
+        above them, of loops or, in chunks of the batch, of bodies."""
+        found = [*self.for_minimum_memory]
+        if self.original.chunks:
+            found += self.halving(lambda share: self.written(self.ways.given, share), limit)
+        else:
+            if self.ways.options:
+                found += self.halving(lambda share: self.of_ways([self.ways.between(share)])[0], limit)
+            found += self.with_bodies_between
         return _fastest_first(found)
+
+    def halving(self, variant_of: Callable[[float], Prepared], limit: int) -> Iterable[Prepared]:
+        """Variants on the way to the largest share, of the memory between the least and the original, that fits."""
+        fits, misses = 0.0, 1.0
+        for _ in range(HALVINGS_OF_LARGE if self.is_large else HALVINGS):
+            share = (fits + misses) / 2
+            variant = variant_of(share)
+            yield variant
+            fits, misses = (share, misses) if self.candidate(variant, limit).peak <= limit else (fits, share)
 
     def frontier(self, budgets: int) -> tuple[Candidate, ...]:
         """The Pareto front of all variants in memory and time, from the least memory to the least time.
