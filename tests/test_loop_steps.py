@@ -243,7 +243,7 @@ def test_a_step_that_is_scheduled_needs_less():
     most = schedules.chosen(int(0.9 * schedules.in_order.peak)).peak
     measured = []
     for choice in (LoopChoice(), LoopChoice(step_bytes=most)):
-        options = PairOptions((costs.option(choice),), 1.0)
+        options = PairOptions((costs.option(choice),), 1.0, 1.0)
         form = prepared.written(LoopChoices((pair,), ((0, choice),), (options,), ()), None)
         plain = functools.partial(lambda form, *leaves: form.emit(form.problem.plain, leaves), form)
         measured.append(

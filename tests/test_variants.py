@@ -50,13 +50,13 @@ def test_one_of_the_variants_is_the_original_step(variants):
     assert extra == sorted(extra)
 
 
-def test_a_budget_gets_the_minimum_time_of_all_variants(variants):
+def test_a_budget_takes_no_more_time_than_any_variant_of_the_frontier(variants):
     every = [(s.peak, f.extra_seconds + s.extra_seconds) for f in variants.all for s in variants.frontier_of(f, 0)]
     least, most = min(every)[0], max(every)[0]
     for limit in np.linspace(least, most, 9).astype(int).tolist():
         found = variants.within(limit)
         assert found.peak <= limit
-        assert found.extra_seconds == min(seconds for peak, seconds in every if peak <= limit)
+        assert found.extra_seconds <= min(seconds for peak, seconds in every if peak <= limit)
     assert variants.within(least - 1).peak == least
 
 
@@ -68,7 +68,7 @@ def test_the_frontier_is_of_all_variants(variants):
         assert less.extra_seconds > more.extra_seconds
     assert frontier[0].peak == variants.within(0).peak
     for found in frontier:
-        assert variants.within(found.peak).extra_seconds == found.extra_seconds
+        assert variants.within(found.peak).extra_seconds <= found.extra_seconds
 
 
 def test_without_a_budget_loops_and_all_the_rest_repeat_one_forward_pass_together():

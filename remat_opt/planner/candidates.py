@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 from remat_opt.loops.choose import MOST_EXTRA, MOST_EXTRA_TWICE, SECOND_PASS_THRESHOLD, LoopChoices, Ways, ways_to_write
@@ -26,8 +27,8 @@ LEVELS = 7  # of the memory of loops
 LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few variants are searched
 LEVELS_INSIDE = (0.75, 0.5, 0.25)
-HALVINGS = 4  # of the memory of loops or of bodies, for a budget
-HALVINGS_OF_LARGE = 1
+HALVINGS = 3  # of the range between two of these levels, for a budget
+HALVINGS_INSIDE = 4  # of all of it
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,16 +96,20 @@ class Variants:
         return ways
 
     @functools.cached_property
-    def is_large(self) -> bool:
-        """Whether few variants are searched."""
-        return len(self.original.bridge.graph.ops) > LARGE
-
-    @functools.cached_property
     def all(self) -> tuple[Prepared, ...]:
         """Variants for all budgets, sorted by the time of their loops. The original step is one of them."""
-        levels = LEVELS_OF_LARGE if self.is_large else LEVELS
-        ways = [self.ways.between(level / levels) for level in range(levels)]
-        return _fastest_first([*self.for_minimum_memory, *self.of_ways(ways), *self.with_bodies_between])
+        levels = [self.at_level(share) for share in self.levels]
+        return _fastest_first([*self.for_minimum_memory, *levels, *self.with_bodies_between])
+
+    @property
+    def levels(self) -> list[float]:
+        """Shares of the memory of loops, from the least to the original one."""
+        levels = LEVELS_OF_LARGE if len(self.original.bridge.graph.ops) > LARGE else LEVELS
+        return [level / levels for level in range(levels)]
+
+    def at_level(self, share: float) -> Prepared:
+        """A variant with a share of the memory of loops."""
+        return self.of_ways([self.ways.between(share)])[0]
 
     @functools.cached_property
     def for_minimum_memory(self) -> tuple[Prepared, ...]:
@@ -188,21 +193,23 @@ class Variants:
         return best or smallest
 
     def near(self, limit: int) -> Sequence[Prepared]:
-        """Variants for a budget of `limit` bytes, sorted by time: those for the least memory, and what halving finds
-        above them, of loops or, in chunks of the batch, of bodies."""
-        found = [*self.for_minimum_memory]
+        """Variants for a budget of `limit` bytes, sorted by time. Between the two levels of loops round it, and in
+        chunks of the batch in all the range of bodies, halving finds them."""
         if self.original.chunks:
-            found += self.halving(lambda share: self.written(self.ways.given, share), limit)
-        else:
-            if self.ways.options:
-                found += self.halving(lambda share: self.of_ways([self.ways.between(share)])[0], limit)
-            found += self.with_bodies_between
-        return _fastest_first(found)
+            inside = self.halving(lambda share: self.written(self.ways.given, share), 0.0, 1.0, HALVINGS_INSIDE, limit)
+            return _fastest_first([*self.for_minimum_memory, *inside])
+        levels = [*self.levels, 1.0] if self.ways.options else []
+        for fits, misses in reversed([*itertools.pairwise(levels)]):
+            if self.candidate(self.at_level(fits), limit).peak <= limit:
+                between = self.halving(self.at_level, fits, misses, HALVINGS, limit)
+                return _fastest_first([*self.all, *between])
+        return self.all
 
-    def halving(self, variant_of: Callable[[float], Prepared], limit: int) -> Iterable[Prepared]:
-        """Variants on the way to the largest share, of the memory between the least and the original, that fits."""
-        fits, misses = 0.0, 1.0
-        for _ in range(HALVINGS_OF_LARGE if self.is_large else HALVINGS):
+    def halving(
+        self, variant_of: Callable[[float], Prepared], fits: float, misses: float, steps: int, limit: int
+    ) -> Iterable[Prepared]:
+        """Variants on the way from a share that fits in `limit` bytes to the largest that does."""
+        for _ in range(steps):
             share = (fits + misses) / 2
             variant = variant_of(share)
             yield variant
