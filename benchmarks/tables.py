@@ -7,6 +7,9 @@ from dataclasses import dataclass
 POLICIES = ("nothing_saveable", "dots_saveable", "dots_with_no_batch_dims_saveable", "everything_saveable")
 """Of `jax.checkpoint_policies`; the others save or offload what has been named."""
 
+OFFLOAD_DOTS = "offload_dots"
+"""The policy `offload_dot_with_no_batch_dims`, to the host's pinned memory."""
+
 BY_FLOPS = "ours-by-flops"
 OURS = ("ours", BY_FLOPS)
 """What `optimize` gives: the least time by the roofline, or the fewest FLOPs."""

@@ -20,7 +20,7 @@ import flax.linen as nn
 import jax
 
 import remat_opt
-from benchmarks.tables import BY_FLOPS, OURS, POLICIES, SPLIT, VARIANTS, Row, is_planned
+from benchmarks.tables import BY_FLOPS, OFFLOAD_DOTS, OURS, POLICIES, SPLIT, VARIANTS, Row, is_planned
 from remat_opt.examples import TrainingExample, make_example
 from remat_opt.planner.plan import Plan
 from remat_opt.targets import CompilationOutOfMemory, Figures, measure_flat, resolve_target
@@ -34,7 +34,7 @@ class _Checkpointed(nn.Module):
     """A network under one `jax.checkpoint` with a policy."""
 
     network: nn.Module
-    policy: Callable[..., Any]
+    policy: Callable[..., Any] | None
 
     @property
     def takes_labels(self) -> bool:
@@ -69,9 +69,14 @@ def example_of(row: Row, variant: str = "plain") -> TrainingExample:
     """The training step of a row, with the checkpoints that a variant puts into the network."""
 
     def checkpointed(kind: type[nn.Module]) -> Callable[..., nn.Module]:
-        return lambda **fields: _Checkpointed(kind(**fields), getattr(jax.checkpoint_policies, variant))
+        return lambda **fields: _Checkpointed(kind(**fields), policy)
 
-    wrap, remat = checkpointed if variant in POLICIES else None, variant == "nn.remat"
+    if variant == OFFLOAD_DOTS:
+        policy = jax.checkpoint_policies.offload_dot_with_no_batch_dims("device", "pinned_host")
+    else:
+        policy = getattr(jax.checkpoint_policies, variant, None)
+
+    wrap, remat = checkpointed if variant in (*POLICIES, OFFLOAD_DOTS) else None, variant == "nn.remat"
     return make_example(row.network, batch=row.batch, size=row.size, small=row.small, remat=remat, wrap=wrap)
 
 
