@@ -48,7 +48,7 @@ def optimize(
             as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
             (temporary + arguments + outputs − aliased, as the compiler says) fits; a float in (0, 1] for a fraction of
             the compiled temporary memory of the original step. It is checked against the compiled step.
-        target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
+        target: the device to plan for ("cpu", "h200", "h200:8", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
         verify: compile to check budgets, and whether less is needed where that is open. False promises nothing.

@@ -147,7 +147,15 @@ def _figures(explanation: Findings) -> list[str]:
     rows = [quantity.as_row(alone=plan.is_plain) for quantity in quantities]
     note = explanation.flops_note
     counted = [f"{note[0].upper()}{note[1:]}."] if note else []
-    return [_row("", *heads), *rows, *counted, *_how_measured(before, after), *_recomputed_by_xla(explanation)]
+    said = [*counted, *_of_devices(explanation), *_how_measured(before, after), *_recomputed_by_xla(explanation)]
+    return [_row("", *heads), *rows, *said]
+
+
+def _of_devices(explanation: Findings) -> list[str]:
+    if not explanation.is_divided:
+        return []
+    text = "Compiled figures are those of one device; predictions are of all devices together."
+    return textwrap.wrap(text, WIDTH)
 
 
 def _how_measured(before: Figures | None, after: Figures | None) -> list[str]:
