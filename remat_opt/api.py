@@ -32,33 +32,32 @@ def optimize(
     repeat_collectives: bool = False,
     split: bool | int | str = "auto",
     offload: bool = False,
+    tune: bool | float = False,
     **jit_options: Any,
 ) -> Any:
     """Return a training step that needs a fraction of the memory and gives the same results.
 
-    The whole step is traced (forward pass, backward pass and optimizer), the tensors worth saving are searched for, and
-    XLA recomputes everything else. Call the result as you would call `jax.jit(fun)`.
+    The whole step is traced, the tensors worth saving are searched for, and XLA recomputes everything else.
 
     Args:
-        fun: a plain function, a `jax.jit`-ed one, an `nnx.jit` or an `eqx.filter_jit` object, or a bound method or
-            partial of one. What it was jitted with (donation, static arguments, shardings, compiler options) is kept. A
-            plain function that is called with nnx or equinox modules is treated as `nnx.jit` or `eqx.filter_jit` treats
-            it; under `jax.jit` modules are pytrees. Without it, a decorator with these options.
+        fun: a plain function, one of `jax.jit`, `nnx.jit` or `eqx.filter_jit`, whose options (donation, shardings, …)
+            are kept, or a bound method or partial of one. Called with nnx or equinox modules a plain function is
+            treated as by their jit; under `jax.jit` modules are pytrees. Without it, a decorator with these options.
         budget: None for the least memory with at most one extra forward pass; `"min"` for the least at any cost; bytes
-            as an int or as text ("12GiB", "800MB") for the least extra time whose *physical peak of one device*
-            (temporary + arguments + outputs − aliased, as the compiler says) fits; a float in (0, 1] for a fraction of
-            the compiled temporary memory of the original step. It is checked against the compiled step.
-        target: the device to plan for ("cpu", "h200", "v5e", …); default: the attached backend.
+            as an int or as text ("12GiB") for the least extra time whose *physical peak of one device* (temporary +
+            arguments + outputs − aliased, as the compiler says) fits; a float in (0, 1] for a fraction of the compiled
+            temporary memory of the original step.
+        target: the device to plan for ("cpu", "h200", "h200:8", …); default: the attached backend.
         solver: name of the search.
         plan: a plan of the same program to use instead of searching.
         verify: compile to check budgets, and whether less is needed where that is open. False promises nothing.
         keep_user_checkpoints: leave the function's own `jax.checkpoint` regions; by default the search may do better.
         on_error: "raise", or "plain": run the original step, with a warning, where planning fails.
-        repeat_collectives: let devices communicate again for what is recomputed. By default the results of explicit
-            collectives are saved, and what the compiler's own are for where they send more (not without `verify`).
+        repeat_collectives: let devices communicate again for what is recomputed (without `verify` they may anyway).
         split: how many equal parts of the batch run one after another, with results equal to rounding. "auto": as many
             as a budget on one device asks for and cannot be met without, or if 5 % of time are saved so. False: none.
         offload: let saved values go to the host's memory and back, beside the work or where a budget needs it.
+        tune: run a few plans that fit at the first call and take the fastest; the seconds for that, True for 60.
         **jit_options: as of `jax.jit`, in place of those of a jitted `fun`. Positions count without bound arguments.
             What says how arguments are placed is given to `nnx.jit` or `eqx.filter_jit` itself.
 
@@ -68,13 +67,13 @@ def optimize(
 
     Raises:
         TypeError: `fun` is no function.
-        ValueError: an option does not exist, or belongs to `nnx.jit` or `eqx.filter_jit`; at the first call, the batch
-            cannot be split. The message says which there are, or why.
+        ValueError: an option does not exist, or belongs elsewhere; at the first call, `split` or `tune` is impossible.
         InfeasibleBudget: the budget cannot be met; raised at the first call of a signature.
     """
     searched = {"budget": budget, "target": target, "solver": solver, "plan": plan, "verify": verify}
     allowed = {"keep_user_checkpoints": keep_user_checkpoints, "repeat_collectives": repeat_collectives}
-    options: dict[str, Any] = {**searched, **allowed, "split": split, "offload": offload, "on_error": on_error}
+    ways = {"split": split, "offload": offload, "tune": tune, "on_error": on_error}
+    options: dict[str, Any] = {**searched, **allowed, **ways}
     settings = check_settings(**options)
     if fun is _NOT_GIVEN:
         return functools.partial(optimize, **options, **jit_options)

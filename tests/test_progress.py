@@ -59,7 +59,7 @@ def test_a_search_tells_how_far_it_is() -> None:
 def test_planning_shows_a_long_search(monkeypatch) -> None:
     terminal = Terminal()
     monkeypatch.setattr(progress, "AFTER_SECONDS", 0.0)
-    monkeypatch.setattr(SearchProgress.__init__, "__defaults__", (None, 0.0))
+    monkeypatch.setattr(SearchProgress.__init__, "__defaults__", (None, 0.0, "searching"))
     monkeypatch.setattr(sys, "stderr", terminal)
     case = STEPS["has_aux"]()
     remat_opt.optimize(case.step, verify=False).plan(*case.make_args())

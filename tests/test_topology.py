@@ -81,8 +81,11 @@ def test_topologies_are_read_from_the_targets_name() -> None:
     assert (target.devices, target.platform, target.name) == (16, "tpu", "v5e:4x4")
     assert target.memory_bytes == resolve_target("v5e").memory_bytes
     assert resolve_target("v5p:2x2x4").devices == 16
-    for wrong in ("v5e:", "v5e:4", "v5e:4x4x", "v9:4x4", "h200:2x2", "v5e:fourxfour"):
-        with pytest.raises(ValueError, match="unknown target"):
+    for wrong in ("v5e:", "v5e:4", "v5e:4x4x", "v5e:fourxfour"):
+        with pytest.raises(ValueError, match=f'got "{wrong}". Write "v5e:4x4"'):
+            resolve_target(wrong)
+    for wrong in ("v9:4x4", "cpu:8"):
+        with pytest.raises(ValueError, match=f"unknown target '{wrong}'"):
             resolve_target(wrong)
 
 

@@ -34,14 +34,17 @@ from remat_opt.callable.closed_over import leaving_modules
 from remat_opt.callable.compiling import compile_as_called, compile_candidate
 from remat_opt.callable.donation import Undonated, find_undonated
 from remat_opt.callable.jit_options import standing_for, with_ours
+from remat_opt.callable.tuning import CallTimer, check_device, has_values, why_not
 from remat_opt.callable.warnings_once import Reporter
 from remat_opt.emit.differentiable import with_derivative_of
 from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.decision import Decision
 from remat_opt.planner.fallback import failure_note, of_symbolic_shapes, original_after, unread
+from remat_opt.planner.planning import Tune
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
 from remat_opt.planner.step import decide_step, read_step
+from remat_opt.planner.tuning import Tuner, not_tuned
 from remat_opt.rewrites.captured import dynamic_leaves
 from remat_opt.search import Solution
 from remat_opt.targets import Figures, Target, resolve_target
@@ -133,7 +136,10 @@ class PlannedFunction:
         if self._settings.on_error == "plain" and not decision.is_unchanged:
             decision = self._prove(decision, args, kwargs, compiling)
         with self._hand(decision.prepared, decision.solution):
-            return use(self.jit_for(args, kwargs, calling=compiling))
+            found = use(self.jit_for(args, kwargs, calling=compiling))
+        if self._is_untimed(self.plain.trace(*args, **kwargs).jaxpr, args, kwargs):
+            self._drop_compiled(self._with_ours)
+        return found
 
     def _prove(self, decision: Decision, args: tuple, kwargs: dict, compiling: bool) -> Decision:
         """The decision if it can be written, and compiled where asked, else to run the original step. A call
@@ -164,6 +170,7 @@ class PlannedFunction:
             key = traced.jaxpr
             # Inside another transform nothing can be compiled: what is decided there is no promise for calls outside.
             provisional = self._settings.budget.has_limit and not compat.outside_of_any_trace()
+            provisional = provisional or self._is_untimed(key, args, kwargs)
             decisions = self._provisional if provisional else self._decisions
             if key in decisions:
                 return decisions[key]
@@ -175,7 +182,8 @@ class PlannedFunction:
             if not decision.prepared.captured.closed_over:
                 decisions[key] = decision
             rewritten = any(not one.is_unchanged for one in (decision, *self._decisions.values()))
-            if rewritten != self._with_ours or self._written.get(key, decision.solution) is not decision.solution:
+            is_other = self._written.get(key, decision.solution) is not decision.solution
+            if rewritten != self._with_ours or is_other or self._is_untimed(key, args, kwargs):
                 self._drop_compiled(rewritten)
             self._reporter.report(decision)  # last: where warnings are errors, the next call runs what was decided
             if compat.outside_of_any_trace():
@@ -201,7 +209,8 @@ class PlannedFunction:
         outside = compat.outside_of_any_trace()
         measure = functools.partial(self.measure, args, kwargs) if outside and self._settings.verify else None
         try:
-            return decide_step(prepared, self._settings, self._options, measure)
+            tune = self._tune_for(prepared, args, kwargs) if self._settings.tune else None
+            return decide_step(prepared, self._settings, self._options, measure, tune)
         except Exception as error:
             # The present jit may hold a candidate for this signature, which the next call would run.
             self._drop_compiled(any(not one.is_unchanged for one in self._decisions.values()))
@@ -218,11 +227,44 @@ class PlannedFunction:
         if solution is None:
             prepared = prepared.unchanged
             solution = prepared.problem.plain
-        ours = ours or not Candidate(prepared, solution).is_unchanged
-        if ours != self._with_ours or self.plain.trace(*args, **kwargs).jaxpr in self._written:
+        ours, key = ours or not Candidate(prepared, solution).is_unchanged, self.plain.trace(*args, **kwargs).jaxpr
+        if ours != self._with_ours or self._written.get(key, solution) is not solution:
             self._drop_compiled(ours)  # this jit holds another candidate for the same signature
         with self._hand(prepared, solution):
             return compile_as_called(self.jit_for(args, kwargs), prepared.target, args, kwargs)
+
+    # Tuning
+
+    def _is_untimed(self, key: Any, args: tuple, kwargs: dict) -> bool:
+        """Whether plans are to be timed, and cannot be on these arguments: a call that has values decides anew."""
+        return self._settings.tune > 0 and key not in self._decisions and not has_values(args, kwargs)
+
+    def _tune_for(self, prepared: Prepared, args: tuple, kwargs: dict) -> Tune | None:
+        """What times plans on these arguments; None where they have no values."""
+        check_device(prepared.target)
+        if not has_values(args, kwargs):
+            return None
+        if why := why_not(prepared):
+            self._reporter.warn(f"{self.name}: not tuned: {why}")
+            return lambda planner, decision: not_tuned(decision, why)
+        timer = CallTimer(self, args, kwargs)
+        return lambda planner, decision: Tuner(planner, decision, timer, self._settings.tune).run()
+
+    @property
+    def compiled(self) -> tuple[Any, ...]:
+        """The jits, and what they have compiled."""
+        return self._jits, dict(self._written), self._with_ours
+
+    @compiled.setter
+    def compiled(self, before: tuple[Any, ...]) -> None:
+        self._drop_compiled()
+        self._jits, written, self._with_ours = before
+        self._written.update(written)
+
+    def call_candidate(self, candidate: Candidate, args: tuple, kwargs: dict) -> Any:
+        """Run the candidate that the present jit holds for these arguments."""
+        with self._hand(candidate.prepared, candidate.solution):
+            return self.jit_for(args, kwargs)(*args, **kwargs)
 
     @contextlib.contextmanager
     def _hand(self, prepared: Prepared, solution: Solution) -> Iterator[None]:

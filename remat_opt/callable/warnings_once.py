@@ -47,8 +47,9 @@ class Reporter:
         if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
             self.warn(f"{self.name}: {elsewhere} and were not checked here")
         device = device_lowered_for(decision.prepared.captured.traced)
-        called_on = plan.target if device is None else target_of(device).name
-        if called_on != plan.target.partition(":")[0]:  # a topology is of several devices of one target
+        planned_for = plan.target.partition(":")[0]  # a topology is of several devices of one target
+        called_on = planned_for if device is None else target_of(device).name
+        if called_on != planned_for:
             self.warn(
                 f"{self.name}: planned for {plan.target}, called on {called_on}: its figures were not checked here"
             )

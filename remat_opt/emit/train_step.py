@@ -74,9 +74,11 @@ class _Writer:
         self.in_one_barrier = dict(bridge.program.in_one_barrier)
         self.gathered = self.read_whole() if bridge.program.gathers_once else frozenset()
         self.is_for_gpu = bridge.platform in GPUS
+        is_divided = bridge.program.marks is not None
         # Of several devices each type says more than shape and numbers, and a TPU's compiler keeps the order written.
-        self.zeros_are_late = bridge.platform != "tpu" and bridge.program.marks is None
-        self.updated = self.written_over() if self.is_for_gpu else frozenset()
+        self.zeros_are_late = bridge.platform != "tpu" and not is_divided
+        # XLA's SPMD partitioner gathers what a layout constraint reads.
+        self.updated = self.written_over() if self.is_for_gpu and not is_divided else frozenset()
         self.before_barriers: dict[int, Any] = {}  # values that have gone through barriers, as they were made
         self.overwritten: dict[tuple[int, int], int] = {}  # by run and op the operand that the result is written over
 

@@ -9,6 +9,7 @@ schedules the steps and bodies of loops. `decision.py` is the `Decision` and the
 uses. `plan.py` is the `Plan`: its file format, and whether it fits a program;
 `plan_checks.py` validates the fields of a file, `plan_files.py` stores plans next to JAX's compilation cache.
 `collectives.py` handles sharded steps, `offloading.py` checks copies to the host, `fallback.py` `on_error="plain"`.
+`tuning.py` takes the fastest of a few plans that run on the device.
 `settings.py` and `budget.py` parse the user's options, `progress.py` shows a long search. `segmentation.py` and
 `checkpoint_planning.py` plan a function under `remat_opt.checkpoint`, before differentiation.
 """

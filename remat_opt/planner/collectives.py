@@ -25,6 +25,7 @@ from remat_opt.trace.effects import communicates
 from remat_opt.trace.inline import Constant, Equation, Program, inline
 
 MOST_ROUNDS = 4  # a step that is planned again may compute other things again
+MORE = 1.001  # times the bytes of the original step: a loss that is sent in another type is not more
 
 
 def number_of_devices(program: Program, arguments: Any, jit_options: Any) -> int:
@@ -72,7 +73,7 @@ def without_repeats(
             break
         plain = plain or _plain(measure, prepared, decision)
         found.append((sent.bytes, decision))
-        if plain is None or plain.collectives is None or sent.bytes <= plain.collectives.bytes:
+        if plain is None or plain.collectives is None or sent.bytes <= MORE * plain.collectives.bytes:
             break
         more = _with_their_like(sent.recomputed, _before_its_loops(decision.prepared).bridge.program)
         if sent.gathers > plain.collectives.gathers and not once:
@@ -90,7 +91,7 @@ def without_repeats(
     size, best = min(found, key=lambda one: one[0])
     of_plain = plain and plain.collectives
     plan = dataclasses.replace(best.plan, plain_measured=plain)
-    if of_plain and size > of_plain.bytes:
+    if of_plain and size > MORE * of_plain.bytes:
         said = f"each device sends {size} bytes to others, {of_plain.bytes} in the step as it was given"
         plan = dataclasses.replace(plan, note="; ".join(filter(None, (plan.note, said))))
     return dataclasses.replace(best, plan=plan)

@@ -60,6 +60,23 @@ class Prediction:
     stall_seconds: float = 0.0
 
 
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """A plan that ran when the step was tuned.
+
+    Attributes:
+        what: the plan in words.
+        seconds: of one run on the device.
+        physical_peak_bytes: the compiler's figure, of one device.
+        is_taken: whether it is the one that was decided for.
+    """
+
+    what: str
+    seconds: float
+    physical_peak_bytes: int
+    is_taken: bool
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class PackedRun:
     """A `Run` with its operations as ranges: a plan from a file says nothing that is listed before it is checked."""
@@ -106,6 +123,7 @@ class Plan:
             saves memory.
         chunks: into how many the batch is split; 0 where it is not.
         transfers: values that are in the host's memory for a time, by their places in the schedule.
+        timings: the plans that ran when the step was tuned, this one among them; none where it was not.
     """
 
     fingerprint: str
@@ -131,6 +149,7 @@ class Plan:
     reordered: bool = False
     chunks: int = 0
     transfers: tuple[Transfer, ...] = ()
+    timings: tuple[Timing, ...] = ()
 
     @property
     def is_plain(self) -> bool:
@@ -193,7 +212,11 @@ class Plan:
             "loops": [{"pair": at, **dataclasses.asdict(loop)} for at, loop in self.loops],
             **{name: True for name, field in _MARKS.items() if getattr(self, field)},
             **({"chunks": self.chunks} if self.chunks else {}),
-            **({"transfers": [dataclasses.asdict(one) for one in self.transfers]} if self.transfers else {}),
+            **{
+                name: [dataclasses.asdict(one) for one in records]
+                for name, records in (("transfers", self.transfers), ("timings", self.timings))
+                if records
+            },
         }
         document["schedule_digest"] = _digest_of_schedule(document)
         return json.dumps(document, indent=1, default=sorted)
@@ -241,6 +264,7 @@ class Plan:
         values |= {field: name in document for name, field in _MARKS.items()}
         values |= {"chunks": document.get("chunks", 0)}
         values |= {"transfers": tuple(Transfer(**one) for one in document.get("transfers", ()))}
+        values |= {"timings": tuple(Timing(**one) for one in document.get("timings", ()))}
         return cls(
             **values,
             choice=Choice(frozenset(choice["saved"]), tuple(choice["turning_points"]), tuple(choice["cuts"])),

@@ -138,6 +138,7 @@ _LOOP = record(
     },
     left_out=("earlier", "step_bytes", "host"),
 )
+_TIMING = record({"what": TEXT, "seconds": NUMBER, "physical_peak_bytes": whole(), "is_taken": FLAG})
 _RANGE = list_of(whole(0, MOST_OPERATIONS), length=2)
 
 
@@ -166,8 +167,9 @@ def document(schema: int, predicted: type) -> Check:
             **dict.fromkeys(("gathers_once", "rewritten", "in_our_order"), MARK),
             "chunks": whole(2, 2**31),
             "transfers": list_of(record(dict.fromkeys(("gone", "back", "value"), whole(0, 2**31)))),
+            "timings": list_of(_TIMING),
         },
-        left_out=("gathers_once", "rewritten", "in_our_order", "chunks", "transfers"),
+        left_out=("gathers_once", "rewritten", "in_our_order", "chunks", "transfers", "timings"),
     )
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from remat_opt.graph.derive import Choice
 from remat_opt.loops.choose import LoopChoices
@@ -31,13 +31,18 @@ TOO_CLOSE_TO_CALL = 0.7  # above this part of the plain one a predicted peak is 
 TOO_CLOSE_ON_A_TPU = 0.5
 
 
-def decide(prepared: Prepared, settings: Settings, measure: Measure | None) -> Decision:
+Tune = Callable[[Planner, Decision], Decision]
+"""Take the fastest of the plans that fit, which a device tells."""
+
+
+def decide(prepared: Prepared, settings: Settings, measure: Measure | None, tune: Tune | None = None) -> Decision:
     """Find the schedule that the settings ask for.
 
     Args:
         prepared: the program.
         settings: what the user asked for.
         measure: the compiler, or None where nothing may be compiled; then predictions are all there is.
+        tune: times plans; None where nothing may run.
 
     Raises:
         InfeasibleBudget: the budget cannot be kept.
@@ -46,8 +51,10 @@ def decide(prepared: Prepared, settings: Settings, measure: Measure | None) -> D
     planner = Planner(prepared, settings, measure if settings.verify else None)
     if prepared.offloads and settings.plan is None:
         alone = functools.partial(decide, dataclasses.replace(prepared, offloads=False), settings, measure)
-        return with_transfers(planner, decide_with, alone)
-    return decide_with(planner)
+        decision = with_transfers(planner, decide_with, alone)
+    else:
+        decision = decide_with(planner)
+    return decision if tune is None else tune(planner, decision)
 
 
 def decide_with(planner: Planner) -> Decision:
@@ -158,7 +165,7 @@ def take_over(planner: Planner, plan: Plan) -> Decision:
     )
     note = made_elsewhere(plan, planner.original.target.name) or plan.note
     if plan.is_plain and not plan.edited:
-        return planner.plain(note, plan.measured)
+        return _timed_before(planner.plain(note, plan.measured), plan)
     try:
         prepared = in_chunks(planner.original, plan.chunks) if plan.chunks else planner.original
         pairs = find_pairs(prepared.captured.program, keep_checkpoints=planner.settings.keep_user_checkpoints)
@@ -176,7 +183,14 @@ def take_over(planner: Planner, plan: Plan) -> Decision:
             f"expected a schedule of this program, found a damaged one: {error}. Plan again with "
             "step.plan(*args).save(path)"
         ) from error
-    return planner.decision(found, plan.measured if not plan.edited else None, note=note)
+    if plan.edited:
+        return planner.decision(found, note=note)
+    return _timed_before(planner.decision(found, plan.measured, note=note), plan)
+
+
+def _timed_before(decision: Decision, plan: Plan) -> Decision:
+    """A decision with the times that a plan has of its tuning."""
+    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, timings=plan.timings))
 
 
 def made_elsewhere(plan: Plan, target: str) -> str:

@@ -16,11 +16,13 @@ class SearchProgress:
     Args:
         stream: where to show it; default standard error. Anything but a terminal stays silent.
         after: seconds before the bar appears.
+        what: is being done, in a word or two.
 
     With `rich` installed it is rich's bar, else a line that is written over.
     """
 
-    def __init__(self, stream: TextIO | None = None, after: float = AFTER_SECONDS):
+    def __init__(self, stream: TextIO | None = None, after: float = AFTER_SECONDS, what: str = "searching"):
+        self.what = what
         self.stream = sys.stderr if stream is None else stream
         self.started, self.after = time.monotonic(), after
         self.bar: Any = None
@@ -34,11 +36,11 @@ class SearchProgress:
         if time.monotonic() - self.started < self.after or not self.stream.isatty():
             return
         if not self.shown:
-            self.shown, self.bar = True, _rich_bar(self.stream)
+            self.shown, self.bar = True, _rich_bar(self.stream, self.what)
         if self.bar is not None:
             self.bar.update(self.bar.task_ids[0], completed=share)
         else:
-            self.stream.write(f"\rremat_opt: searching, {share:.0%} done ")
+            self.stream.write(f"\rremat_opt: {self.what}, {share:.0%} done ")
             self.stream.flush()
 
     def __exit__(
@@ -51,13 +53,13 @@ class SearchProgress:
             self.stream.flush()
 
 
-def _rich_bar(stream: TextIO) -> Any:
+def _rich_bar(stream: TextIO, what: str) -> Any:
     try:
         from rich.console import Console
         from rich.progress import Progress
     except ImportError:
         return None
     bar = Progress(console=Console(file=stream), transient=True)
-    bar.add_task("remat_opt: searching", total=1.0)
+    bar.add_task(f"remat_opt: {what}", total=1.0)
     bar.start()
     return bar

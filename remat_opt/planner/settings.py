@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import numbers
 
 from remat_opt.planner.budget import Budget, parse_budget, plain_budget
 from remat_opt.planner.plan import Plan
 from remat_opt.search import SOLVERS
 from remat_opt.targets import Target, resolve_target
+
+TUNE_SECONDS = 60.0  # of tune=True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +29,7 @@ class Settings:
     repeat_collectives: bool = False
     split: int | None = 0  # None: as the budget says
     offload: bool = False
+    tune: float = 0.0  # seconds that timing plans may take
 
 
 def check_settings(
@@ -39,6 +44,7 @@ def check_settings(
     repeat_collectives: bool = False,
     split: bool | int | str = False,
     offload: bool = False,
+    tune: bool | float = False,
 ) -> Settings:
     """Read and check what a user wrote; see `optimize` for the errors."""
     if solver not in SOLVERS:
@@ -66,6 +72,7 @@ def check_settings(
         repeat_collectives,
         check_split(split),
         check_offload(offload, None if target is None else resolve_target(target)),
+        check_tune(tune, plan, verify),
     )
 
 
@@ -107,3 +114,23 @@ def check_split(split: bool | int | str) -> int | None:
             "split=2 for two halves"
         )
     return split
+
+
+def check_tune(tune: bool | float, plan: Plan | None, verify: bool) -> float:
+    """Seconds that a user allows for timing plans, 0 for none."""
+    if tune is False:
+        return 0.0
+    if not isinstance(tune, numbers.Real) or not 0 < tune < math.inf:
+        raise ValueError(
+            f"expected tune=True, tune=False or a number of seconds above 0, got tune={tune!r}. Write tune=30 for half "
+            "a minute"
+        )
+    if plan is not None:
+        raise ValueError(
+            "expected a plan or tune, got both: a plan is what was decided. Write optimize(fun, plan=plan)"
+        )
+    if not verify:
+        raise ValueError(
+            "expected verify=True for tune, got verify=False: what is timed is compiled. Write verify=True"
+        )
+    return TUNE_SECONDS if tune is True else float(tune)

@@ -9,9 +9,9 @@ from typing import Any
 from jax.extend.core import primitives as P
 
 from remat_opt.planner.collectives import note_explicit_collectives, number_of_devices, without_repeats
-from remat_opt.planner.decision import Decision, Measure
+from remat_opt.planner.decision import Decision, Measure, Planner
 from remat_opt.planner.plan_files import saved_or_new
-from remat_opt.planner.planning import decide
+from remat_opt.planner.planning import Tune, decide
 from remat_opt.planner.prepared import Prepared, prepare
 from remat_opt.planner.settings import Settings, check_offload
 from remat_opt.rewrites.captured import capture_traced
@@ -53,7 +53,9 @@ def has_loops(program: Program) -> bool:
     return any(equation.primitive is P.scan_p for equation in program.equations)
 
 
-def decide_step(prepared: Prepared, settings: Settings, options: dict[str, Any], measure: Measure | None) -> Decision:
+def decide_step(
+    prepared: Prepared, settings: Settings, options: dict[str, Any], measure: Measure | None, tune: Tune | None = None
+) -> Decision:
     """Decide what is recomputed: by a saved plan, or by the planner; steps on several devices communicate no more.
 
     Args:
@@ -61,15 +63,17 @@ def decide_step(prepared: Prepared, settings: Settings, options: dict[str, Any],
         settings: what the user asked for.
         options: of `jax.jit`, part of the key of a saved plan.
         measure: the compiler; None where nothing may be compiled.
+        tune: times plans; None where nothing may run.
 
     Raises:
         InfeasibleBudget: the budget cannot be kept.
         PlanError: the plan in the settings is for another program.
     """
-    new = functools.partial(decide, prepared, settings, measure)
+    new = functools.partial(decide, prepared, settings, measure, None if prepared.is_divided else tune)
     decision = saved_or_new(prepared, settings, options, measure is not None, new)
-    if settings.repeat_collectives or settings.plan is not None:
-        return decision
-    if measure is not None and prepared.captured.program.marks is not None:
+    is_free = settings.repeat_collectives or settings.plan is not None
+    if measure is not None and prepared.is_divided and not is_free:
         decision = without_repeats(decision, prepared, lambda one, ask: decide(one, settings, ask), measure)
-    return note_explicit_collectives(decision)
+    if tune is not None and prepared.is_divided:
+        decision = tune(Planner(prepared, settings, measure), decision)
+    return decision if is_free else note_explicit_collectives(decision)

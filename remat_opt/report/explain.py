@@ -41,4 +41,5 @@ def explain(decision: Decision) -> Explanation:
         seconds=dict(decision.seconds),
         loops=prepared.loops.written if prepared.original and prepared.loops else (),
         flops_note=note_of_loops(prepared.captured.original),
+        is_divided=prepared.is_divided,
     )

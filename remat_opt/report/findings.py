@@ -40,6 +40,7 @@ class Findings:
         seconds: time spent on each stage of planning.
         loops: pairs of forward and backward loops that are rewritten.
         flops_note: what has to be known of the FLOPs; empty if nothing.
+        is_divided: whether the step runs on several devices; predictions are then of all of them together.
     """
 
     plan: Plan
@@ -51,6 +52,7 @@ class Findings:
     seconds: Mapping[str, float]
     loops: tuple[WrittenPair, ...] = ()
     flops_note: str = ""
+    is_divided: bool = False
 
     @functools.cached_property
     def before(self) -> Curve:
@@ -73,6 +75,8 @@ class Findings:
         """Temporary memory above which XLA recomputes on its own; None where that is not known."""
         if self.plan.measured is not None:
             return self.plan.measured.xla_limit_bytes
+        if self.is_divided:
+            return None
         arrays = [
             *self.original.inputs,
             *(set(self.original.outputs) - {output for _, output in self.original.aliases}),

@@ -17,7 +17,13 @@ CURVE_WIDTH = 72
 CURVE_HEIGHT = 8
 MOST_GROUPS = 8  # of saved tensors, for each reason
 MOST_PRIMITIVES = 5
-STAGES = {"trace": "tracing", "graph": "graph", "search": "search", "compile": "compiling to check"}
+STAGES = {
+    "trace": "tracing",
+    "graph": "graph",
+    "search": "search",
+    "compile": "compiling to check",
+    "tune": "timing plans",
+}
 
 
 def to_text(explanation: Findings) -> str:
@@ -26,6 +32,7 @@ def to_text(explanation: Findings) -> str:
         _heading(explanation),
         _summary(explanation),
         _figures(explanation),
+        *([_timings(explanation)] if explanation.plan.timings else []),
         *([_loops(explanation)] if explanation.loops else []),
         *([_saved(explanation), _recomputed(explanation)] if explanation.segments else []),
         _curves(explanation),
@@ -156,7 +163,15 @@ def _figures(explanation: Findings) -> list[str]:
     rows = [quantity.as_row(alone=plan.is_plain) for quantity in quantities]
     note = explanation.flops_note
     counted = [f"{note[0].upper()}{note[1:]}."] if note else []
-    return [_row("", *heads), *rows, *counted, *_how_measured(before, after), *_recomputed_by_xla(explanation)]
+    said = [*counted, *_of_devices(explanation), *_how_measured(before, after), *_recomputed_by_xla(explanation)]
+    return [_row("", *heads), *rows, *said]
+
+
+def _of_devices(explanation: Findings) -> list[str]:
+    if not explanation.is_divided:
+        return []
+    text = "Compiled figures are those of one device; predictions are of all devices together."
+    return textwrap.wrap(text, WIDTH)
 
 
 def _how_measured(before: Figures | None, after: Figures | None) -> list[str]:
@@ -182,6 +197,17 @@ def _recomputed_by_xla(explanation: Findings) -> list[str]:
 
 def _row(label: str, before: str, after: str, change: str) -> str:
     return f"{label:<42}{before:>14}{after:>14}{change:>9}".rstrip()
+
+
+def _timings(explanation: Findings) -> list[str]:
+    timings = sorted(explanation.plan.timings, key=lambda one: one.seconds)
+    lines = [f"Timed on the device: {format_count(len(timings), 'plan')}, with their seconds and physical peaks"]
+    for one in timings:
+        taken = ", which is taken" if one.is_taken else ""
+        lines.append(
+            f"  {format_seconds(one.seconds):>10}{format_bytes(one.physical_peak_bytes):>12}  {one.what}{taken}"
+        )
+    return lines
 
 
 # What is saved, what is recomputed

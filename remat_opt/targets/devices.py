@@ -20,6 +20,7 @@ from remat_opt.targets.target import Target
 from remat_opt.targets.tpus import TPUS
 
 _TOPOLOGY = re.compile(r"\d+x\d+(x\d+)?")
+_NODES = re.compile(r"(?:([1-9]\d{0,3})x)?([1-9]\d{0,3})")  # nodes, and GPUs of each
 _TERA = 10**12
 
 # Nominal: 16 cores with AVX2 at 2 GHz, and six channels of DDR4. A plan needs their ratio, and must not
@@ -38,10 +39,11 @@ _STAND_INS = {"cuda": "a100", "rocm": "a100", "gpu": "a100", "tpu": "v5e"}
 def resolve_target(target: str | Target | None) -> Target:
     """The target of that name; a `Target` is handed back; None is the attached backend.
 
-    The name of a TPU may be followed by a topology, as in "v5e:4x4": programs are then compiled for all of its chips.
+    The name of a TPU may be followed by a topology, as in "v5e:4x4", and that of a GPU by the number of GPUs in a node,
+    as in "h200:8", or of nodes and of GPUs in each, as in "h100:2x8": programs are then compiled for all of them.
 
     Raises:
-        ValueError: no target has this name; the message lists those there are.
+        ValueError: no target has this name, or what follows it is no topology; the message says what to write.
         TypeError: something else was passed.
     """
     if target is None:
@@ -55,23 +57,54 @@ def resolve_target(target: str | Target | None) -> Target:
         )
     if target in TARGETS:
         return TARGETS[target]
-    name, _, topology = target.partition(":")
-    if name in TARGETS and TARGETS[name].platform == "tpu" and _TOPOLOGY.fullmatch(topology):
-        one = TARGETS[name]
-        chips = math.prod(map(int, topology.split("x")))
-        _, *told = one.compiler_config.split(",")
-        return dataclasses.replace(
-            one,
-            name=target,
-            description=f"{chips} chips of Cloud TPU {name}, {topology}",
-            device_kinds=(),
-            compiler_config=",".join([target, *told]),
-            devices=chips * one.devices_per_chip,
-        )
+    name, colon, topology = target.partition(":")
+    if colon and name in TARGETS and (several := _SEVERAL.get(TARGETS[name].platform)):
+        return several(TARGETS[name], topology)
     raise ValueError(
-        f'unknown target {target!r}; expected one of {", ".join(TARGETS)}, a TPU with its topology ("v5e:4x4"), '
-        "a remat_opt.targets.Target, or None for the attached backend"
+        f"unknown target {target!r}; expected one of {', '.join(TARGETS)}, a GPU with the number of GPUs in a node "
+        '("h200:8"), a TPU with its topology ("v5e:4x4"), a remat_opt.targets.Target, or None for the attached backend'
     )
+
+
+def _nodes_of(gpu: Target, topology: str) -> Target:
+    """The target of all GPUs in one or several nodes."""
+    found = _NODES.fullmatch(topology)
+    if not found:
+        raise ValueError(
+            f'expected a number of GPUs after {gpu.name}, got "{gpu.name}:{topology}". Write "{gpu.name}:8" for one '
+            f'node of eight GPUs, "{gpu.name}:2x8" for two such nodes'
+        )
+    nodes, each = int(found[1] or 1), int(found[2])
+    return dataclasses.replace(
+        gpu,
+        name=f"{gpu.name}:{topology}",
+        description=f"{each} × {gpu.description}" + (f" in each of {nodes} nodes" if nodes > 1 else ", one node"),
+        device_kinds=(),
+        devices=nodes * each,
+        nodes=nodes,
+    )
+
+
+def _topology_of(tpu: Target, topology: str) -> Target:
+    """The target of all chips of a TPU's topology."""
+    if not _TOPOLOGY.fullmatch(topology):
+        raise ValueError(
+            f'expected a topology after {tpu.name}, got "{tpu.name}:{topology}". Write "{tpu.name}:4x4" for 4 × 4 '
+            "chips, with a third number where the chips are in a cube"
+        )
+    chips = math.prod(map(int, topology.split("x")))
+    _, *told = tpu.compiler_config.split(",")
+    return dataclasses.replace(
+        tpu,
+        name=f"{tpu.name}:{topology}",
+        description=f"{chips} chips of Cloud TPU {tpu.name}, {topology}",
+        device_kinds=(),
+        compiler_config=",".join([f"{tpu.name}:{topology}", *told]),
+        devices=chips * tpu.devices_per_chip,
+    )
+
+
+_SEVERAL = {"cuda": _nodes_of, "tpu": _topology_of}
 
 
 def attached_target() -> Target:

@@ -29,14 +29,15 @@ class PortableProgram:
         donated: positions of the arguments whose memory may be reused.
         keep_unused: whether arguments that the program does not read are still its arguments.
         note: what differs from the function as given; empty if nothing.
-        mesh: names and sizes of the axes of the mesh that its arrays are divided over; empty for one device.
+        mesh: name, size and type ("Auto", "Explicit") of each axis of the mesh that its arrays are divided over; empty
+            for one device.
     """
 
     serialised: bytearray
     donated: tuple[int, ...]
     keep_unused: bool
     note: str
-    mesh: tuple[tuple[str, int], ...] = ()
+    mesh: tuple[tuple[str, int, str], ...] = ()
 
 
 def export_flat(
@@ -91,8 +92,7 @@ def export_flat(
             f"expected a program that jax.export can carry to the compiler for {target.platform}, got: {error}. "
             "Measure where the device is attached (target=None)"
         ) from error
-    axes = () if mesh is None else tuple(zip(mesh.axis_names, mesh.axis_sizes, strict=True))
-    return PortableProgram(serialised, tuple(donated), keep_unused, note, axes)
+    return PortableProgram(serialised, tuple(donated), keep_unused, note, () if mesh is None else _axes_of(mesh))
 
 
 def _mesh_of(shardings: Sequence[Any], target: Target) -> Any | None:
@@ -102,7 +102,7 @@ def _mesh_of(shardings: Sequence[Any], target: Target) -> Any | None:
             continue
         devices = sharding.num_devices
         if devices != target.devices or not isinstance(sharding, jax.sharding.NamedSharding):
-            topology = f'"{target.name.partition(":")[0]}:4x4" for 4 × 4 chips' if target.platform == "tpu" else "None"
+            topology = _example(target, devices)
             raise ProgramNotPortable(
                 f"expected arguments with NamedShardings over the {target.devices} devices of {target.name}, got "
                 f"argument {position} with {sharding}, {devices} devices; pass a mesh (an AbstractMesh will do) of "
@@ -110,6 +110,19 @@ def _mesh_of(shardings: Sequence[Any], target: Target) -> Any | None:
             )
         return sharding.mesh
     return None
+
+
+def _axes_of(mesh: Any) -> tuple[tuple[str, int, str], ...]:
+    kinds = (kind.name for kind in mesh.axis_types)
+    return tuple(zip(mesh.axis_names, mesh.axis_sizes, kinds, strict=True))
+
+
+def _example(target: Target, devices: int) -> str:
+    """What to write as the target of so many devices."""
+    name = target.name.partition(":")[0]
+    if target.platform == "cuda":
+        return f'"{name}:{devices}" for {devices} GPUs in a node'
+    return f'"{name}:4x4" for 4 × 4 chips' if target.platform == "tpu" else "None"
 
 
 def _of_one_device(aval: Any) -> jax.ShapeDtypeStruct:

@@ -126,6 +126,8 @@ class Worker:
         request = {
             "platform": target.platform,
             "config": target.compiler_config,
+            "devices": target.devices,
+            "nodes": target.nodes,
             "donated": program.donated,
             "mesh": program.mesh,
             "keep_unused": program.keep_unused,

@@ -18,7 +18,9 @@ class Target:
         flops: dtype name → peak dense FLOP/s of matrix work with operands of that dtype.
         description: the device in words, with what is nominal about its figures.
         device_kinds: what JAX calls this device where it is attached (`jax.Device.device_kind`).
-        devices: of how many the programs are that are compiled for it; more than one for a topology ("v5e:4x4").
+        devices: of how many the programs are that are compiled for it; more than one for a topology ("v5e:4x4") and for
+            nodes of GPUs ("h200:8").
+        nodes: of how many computers the GPUs are, the same number in each.
         compiler_config: how to ask for its compiler when it is absent: XLA's GpuTargetConfigProto in text form for
             "cuda" (`gpu_config` writes it); for "tpu" the topology's name, and after commas what else libtpu is told,
             as "v4:2x2x1,chip_config_name=megacore"; empty where it can only be compiled for when attached.
@@ -40,6 +42,7 @@ class Target:
     device_kinds: tuple[str, ...] = ()
     compiler_config: str = field(default="", repr=False)
     devices: int = 1
+    nodes: int = 1
     kernel_seconds: float = 0.0
     counts_flops: bool = False
     on_chip_bytes: int = 0

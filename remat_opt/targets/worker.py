@@ -79,7 +79,7 @@ def compiler_version(platform: str) -> str:
 
 
 @functools.cache
-def _devices(platform: str, config: str) -> Any:
+def _devices(platform: str, config: str, devices: int, nodes: int) -> Any:
     """The devices of the attached CPU, or of a topology without a device."""
     import jax
     from jax.experimental import topologies
@@ -87,7 +87,9 @@ def _devices(platform: str, config: str) -> Any:
     if platform == "cpu":
         return jax.devices("cpu")
     if platform == "cuda":
-        return topologies.get_topology_desc(platform="cuda", target_config=config, topology="1x1x1").devices
+        # Its axes: partitions (what JAX calls slices), hosts in each, devices of each host.
+        topology = f"{nodes}x1x{devices // nodes}"
+        return topologies.get_topology_desc(platform="cuda", target_config=config, topology=topology).devices
     name, *told = config.split(",")
     options = dict(one.split("=", 1) for one in told)
     return topologies.get_topology_desc(platform=platform, topology_name=name, **options).devices
@@ -102,9 +104,8 @@ def _shardings(exported: Any, axes: list[list[Any]], devices: Any) -> tuple[list
         mesh = jax.sharding.Mesh(np.array(devices[:1]), ("device",))
         whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
         return [whole] * len(exported.in_avals), whole
-    names, sizes = tuple(name for name, _ in axes), tuple(size for _, size in axes)
-    automatic = (jax.sharding.AxisType.Auto,) * len(names)
-    mesh = jax.make_mesh(sizes, names, automatic, devices=devices)
+    names, sizes, kinds = zip(*axes, strict=True)
+    mesh = jax.make_mesh(sizes, names, tuple(jax.sharding.AxisType[kind] for kind in kinds), devices=devices)
     whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     given = [whole if sharding is None else sharding for sharding in exported.in_shardings_jax(mesh)]
     return given, list(exported.out_shardings_jax(mesh))
@@ -141,7 +142,7 @@ def _answer(request: dict[str, Any], serialised: bytearray) -> dict[str, Any]:
     """The reply to one request: the figures, or the stage that failed and its error."""
     stage = "start"
     try:
-        devices = _devices(request["platform"], request["config"])
+        devices = _devices(request["platform"], request["config"], request["devices"], request["nodes"])
         stage = "compile"
         return {"figures": _compile(request, serialised, devices)}
     # Whatever went wrong is the answer: the parent raises it again, and the worker lives on for the next program.
