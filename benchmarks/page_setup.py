@@ -8,7 +8,7 @@ os.environ.update(devices_on_cpu.environment(8))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import dataclasses
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import equinox as eqx
 import jax
@@ -24,7 +24,7 @@ LAYERS, WIDTH = 6, 128
 class State(NamedTuple):
     """Parameters and the optimizer's state."""
 
-    params: list[tuple[jax.Array, jax.Array]]
+    params: Any
     moments: optax.OptState
 
 

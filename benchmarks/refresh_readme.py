@@ -89,7 +89,7 @@ def sharded_step() -> str:
 def sharded_code() -> str:
     """What `sharded_step.py` does, without its import of JAX, which has to come after the number of devices is said."""
     source = (ROOT / "benchmarks" / "sharded_step.py").read_text(encoding="utf-8")
-    body = source.partition('    """What the README shows."""\n')[2].partition("\n\nif __name__")[0]
+    body = source.partition('    """What the page shows."""\n')[2].partition("\n\nif __name__")[0]
     return textwrap.dedent(body).strip("\n")
 
 
@@ -304,7 +304,7 @@ def main() -> None:
     for name, pages in REGIONS.items():
         for page in pages:  # a comment that is missing is told before the demo runs
             replace_region(page.read_text(encoding="utf-8"), name, "", page.name)
-    for name, make in KEPT.items():
+    for name, make in FROM_RESULTS.items():
         write_region(name, make())
     if not only_results:
         shown, figures = run_demo()
@@ -316,7 +316,7 @@ def main() -> None:
     print(f"wrote {', '.join(sorted({page.name for pages in REGIONS.values() for page in pages}))}")
 
 
-KEPT: dict[str, Callable[[], str]] = {
+FROM_RESULTS: dict[str, Callable[[], str]] = {
     "short": short_table,
     "results": results_table,
     "loops": loops_table,

@@ -17,10 +17,14 @@ import re
 import subprocess
 import sys
 import tempfile
+import textwrap
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+WIDEST = 100  # longer lines, of errors, are wrapped
 BLOCK = re.compile(r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<printed>.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 
 
@@ -30,12 +34,13 @@ def pages() -> list[Path]:
     return [page for page in every if BLOCK.search(page.read_text(encoding="utf-8"))]
 
 
-def run(page: Path, document: str) -> str:
+def run(page: Path, document: str, names: Mapping[str, Any]) -> str:
     """Run a page's blocks in this process.
 
     Args:
         page: where the text comes from; errors point to its lines.
         document: the text.
+        names: what the blocks may use without defining it.
 
     Returns:
         The text with what the blocks printed.
@@ -43,9 +48,7 @@ def run(page: Path, document: str) -> str:
     Raises:
         ValueError: a block prints nothing, and the page says that it does.
     """
-    from benchmarks.page_setup import NAMES
-
-    namespace = dict(NAMES)
+    namespace = dict(names)
     written, end = [], 0
     for block in BLOCK.finditer(document):
         lines_before = document.count("\n", 0, block.start("code"))
@@ -54,7 +57,8 @@ def run(page: Path, document: str) -> str:
             exec(compile("\n" * lines_before + block["code"], page, "exec"), namespace)
         if block["printed"] is None:
             continue
-        shown = "\n".join(line.rstrip() for line in printed.getvalue().strip("\n").split("\n"))
+        lines = printed.getvalue().strip("\n").split("\n")
+        shown = "\n".join(line.rstrip() if len(line) < WIDEST else textwrap.fill(line, WIDEST) for line in lines)
         if not shown:
             raise ValueError(f"expected the block at {page.name}, line {lines_before + 1}, to print something")
         written += [document[end : block.start("printed")], shown, "\n"]
@@ -79,11 +83,13 @@ def main() -> None:
             print(page.relative_to(ROOT), flush=True)
             run_in_child(page, *(["--write"] if options.write else [])).check_returncode()
         return
+    from benchmarks.page_setup import NAMES  # it sets how many devices the CPU stands in for
+
     page = options.page.resolve()
     document = page.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = run(page, document)
+        found = run(page, document, NAMES)
     if options.write:
         page.write_text(found, encoding="utf-8")
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 # Folder, and the files in it. A page's address is its path from the folder.
 OUTSIDE = (("benchmarks", "results/*.md"), (".", "notebooks/*.ipynb"), (".", "CHANGELOG.md"))
@@ -19,3 +20,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             name = file.relative_to(folder).as_posix()
             files.append(File(name, str(folder), config.site_dir, config.use_directory_urls))
     return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Leave the width of the page to the tables of results."""
+    if page.file.src_uri.startswith("results/"):
+        page.meta["hide"] = ["toc"]
+    return markdown
