@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -52,8 +53,8 @@ def draw_frontier(
         results: of `benchmarks.variants.measure_variant`, by variant; those without a figure are left out.
         path: of the PNG.
     """
-    points = [(point.extra_flops / point.plan.predicted.flops, point.peak_bytes) for point in frontier]
-    figure = drawing.draw_frontier(points, title, "our frontier, predicted")
+    points = _fewest_flops([(point.extra_flops / point.plan.predicted.flops, point.peak_bytes) for point in frontier])
+    figure = drawing.draw_frontier(points, title, "FLOPs", "our frontier, predicted")
     (axes,) = figure.axes
     mine, others = _points(results, True), _points(results, False)
     axes.plot(*_axes_of(mine), "o", color=_OURS, label="ours, compiled")
@@ -66,6 +67,12 @@ def draw_frontier(
         axes.annotate(names, (extra, size), xytext=offset, textcoords="offset points", fontsize=8, ha=side)
     axes.legend(frameon=False)
     drawing.save(figure, path)
+
+
+def _fewest_flops(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The points that no other beats in memory and FLOPs; a frontier is one in memory and time."""
+    least = itertools.accumulate((size for _, size in sorted(points)), min)
+    return [point for point, size in zip(sorted(points), least, strict=True) if point[1] == size]
 
 
 def _points(results: Mapping[str, Mapping[str, Any]], ours: bool) -> dict[str, tuple[float, float]]:

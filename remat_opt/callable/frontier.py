@@ -64,7 +64,7 @@ class Frontier:
         return fitting[-1]
 
     def save(self, path: str | Path) -> None:
-        """Draw temporary memory against extra FLOPs into a file; its ending says which format.
+        """Draw temporary memory against estimated extra time into a file; its ending says which format.
 
         Raises:
             ImportError: matplotlib is not installed; the message says what to install.
@@ -72,9 +72,9 @@ class Frontier:
         save(self._figure(), path)
 
     def _figure(self) -> Any:
-        flops = self.points[-1].plan.predicted.flops
-        points = [(point.extra_flops / max(flops, 1), point.peak_bytes) for point in self.points]
-        return draw_frontier(points, f"Memory against FLOPs on {self.points[-1].plan.target}")
+        given = self.points[-1].plan
+        points = [(point.extra_seconds / (given.predicted.seconds or 1), point.peak_bytes) for point in self.points]
+        return draw_frontier(points, f"Memory against time on {given.target}", "time")
 
     def _repr_html_(self) -> str:
         return to_html(str(self), self._figure)

@@ -38,12 +38,13 @@ def draw_live_memory(explanation: Findings) -> Any:
     return figure
 
 
-def draw_frontier(points: Sequence[tuple[float, int]], title: str = "", label: str = "predicted") -> Any:
-    """A matplotlib figure of temporary memory (MB) against what it costs (% of the plain step's FLOPs).
+def draw_frontier(points: Sequence[tuple[float, int]], title: str, cost: str, label: str = "predicted") -> Any:
+    """A matplotlib figure of temporary memory (MB) against what it costs (%).
 
     Args:
-        points: recomputed FLOPs as a share of the plain step's, and bytes; from the least memory to the plain step.
+        points: the cost as a share of the plain step's, and bytes; no point is beaten in both by another.
         title: of the picture.
+        cost: what is counted, "time" or "FLOPs".
         label: of the curve.
 
     Raises:
@@ -51,9 +52,10 @@ def draw_frontier(points: Sequence[tuple[float, int]], title: str = "", label: s
     """
     figure = _figure_class()(figsize=(7, 4.5), layout="constrained", dpi=150)
     axes = figure.add_subplot()
+    points = sorted(points)
     shares, sizes = [100 * share for share, _ in points], [size / 1e6 for _, size in points]
     axes.step(shares, sizes, where="post", color=_AFTER, alpha=0.5, label=label)
-    axes.set_xlabel("extra FLOPs (% of the plain step)")
+    axes.set_xlabel(f"extra {cost} (% of the plain step)")
     axes.set_ylabel("temporary memory (MB)")
     axes.set_ylim(bottom=0)
     axes.set_title(title, loc="left")
