@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import remat_opt
 from benchmarks.tables import POLICIES, Row
 from benchmarks.variants import example_of
+from remat_opt.report import pictures as drawing
 
 _OURS, _OTHERS = "#1f6fb4", "#c1622d"
 
@@ -51,27 +53,26 @@ def draw_frontier(
         results: of `benchmarks.variants.measure_variant`, by variant; those without a figure are left out.
         path: of the PNG.
     """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=100)
-    axes = figure.add_subplot()
-    flops = [100 * point.extra_flops / point.plan.predicted.flops for point in frontier]
-    sizes = [point.peak_bytes / 1e6 for point in frontier]
-    axes.step(flops, sizes, where="post", color=_OURS, alpha=0.5, label="our frontier, predicted")
+    points = _fewest_flops([(point.extra_flops / point.plan.predicted.flops, point.peak_bytes) for point in frontier])
+    figure = drawing.draw_frontier(points, title, "FLOPs", "our frontier, predicted")
+    (axes,) = figure.axes
     mine, others = _points(results, True), _points(results, False)
     axes.plot(*_axes_of(mine), "o", color=_OURS, label="ours, compiled")
     axes.plot(*_axes_of(others), "s", color=_OTHERS, label="other methods, compiled")
-    widest = max([*flops, *_axes_of(others)[0], 1.0])
-    for names, extra, size in _labels(others, 0.1 * widest, 0.05 * max(sizes)):
+    axes.autoscale(axis="y")
+    axes.set_ylim(bottom=0)
+    widest = max([*(100 * share for share, _ in points), *_axes_of(others)[0], 1.0])
+    for names, extra, size in _labels(others, 0.1 * widest, 0.05 * axes.get_ylim()[1]):
         offset, side = ((-6, 4), "right") if extra > 0.5 * widest else ((6, 4), "left")
         axes.annotate(names, (extra, size), xytext=offset, textcoords="offset points", fontsize=8, ha=side)
-    axes.set_xlabel("extra FLOPs (% of the plain step)")
-    axes.set_ylabel("temporary memory (MB)")
-    axes.set_ylim(bottom=0)
-    axes.set_title(title, loc="left")
-    axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
-    figure.savefig(path)
+    drawing.save(figure, path)
+
+
+def _fewest_flops(points: list[tuple[float, int]]) -> list[tuple[float, int]]:
+    """The points that no other beats in memory and FLOPs; a frontier is one in memory and time."""
+    least = itertools.accumulate((size for _, size in sorted(points)), min)
+    return [point for point, size in zip(sorted(points), least, strict=True) if point[1] == size]
 
 
 def _points(results: Mapping[str, Mapping[str, Any]], ours: bool) -> dict[str, tuple[float, float]]:

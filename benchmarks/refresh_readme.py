@@ -1,11 +1,11 @@
-"""Put the figures into README.md: those of the demo, which runs for a minute or two, of the sharded step, and those of
-the kept results.
+"""Put the figures into README.md and docs/: those of the demo, which runs for a minute or two, of the sharded step, and
+those of the kept results.
 
     python -m benchmarks.refresh_readme
-    python -m benchmarks.refresh_readme --results    # the table of `benchmarks/results/` alone; nothing runs
+    python -m benchmarks.refresh_readme --results    # the tables of `benchmarks/results/` alone; nothing runs
 
-Every figure in the README stands between two comments, `<!-- NAME -->` and `<!-- end NAME -->`; this script writes what
-is between them, and nothing else.
+Every such figure stands between two comments, `<!-- NAME -->` and `<!-- end NAME -->`; this script writes what is
+between them, and nothing else. What the examples of a page print is written by `run_pages.py`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,18 @@ from remat_opt.examples import EXAMPLES
 from remat_opt.report.units import format_bytes, format_change
 
 ROOT = Path(__file__).resolve().parent.parent
-README = ROOT / "README.md"
+README, DOCS = ROOT / "README.md", ROOT / "docs"
 COLUMNS = "92"
+
+REGIONS: dict[str, tuple[Path, ...]] = {
+    "headline": (README, DOCS / "index.md"),
+    "short": (README,),
+    "demo": (DOCS / "results" / "demo.md",),
+    "explain": (DOCS / "results" / "demo.md",),
+    "sharded": (DOCS / "how-to" / "sharded.md",),
+    **dict.fromkeys(("results", "loops", "split", "gpu"), (DOCS / "results" / "index.md",)),
+}
+"""Where the text between two comments stands, by their name."""
 
 
 def run_demo() -> tuple[str, dict[str, Any]]:
@@ -79,7 +89,7 @@ def sharded_step() -> str:
 def sharded_code() -> str:
     """What `sharded_step.py` does, without its import of JAX, which has to come after the number of devices is said."""
     source = (ROOT / "benchmarks" / "sharded_step.py").read_text(encoding="utf-8")
-    body = source.partition('    """What the README shows."""\n')[2].partition("\n\nif __name__")[0]
+    body = source.partition('    """What the page shows."""\n')[2].partition("\n\nif __name__")[0]
     return textwrap.dedent(body).strip("\n")
 
 
@@ -110,8 +120,26 @@ def results_table() -> str:
         f"{statistics.mean(cuts[row] for row in theirs):.0%}, the paper's "
         f"{statistics.mean(row.published.cut for row in theirs if row.published):.0%}. FLOPs are counted apart from "
         "the package; the papers give about 30 to 55 % more time. Make any row again with `python -m benchmarks.run "
-        "feng_huang --target h200 --rows resnet50 --again`; all variants and targets are in "
-        "[benchmarks/results](benchmarks/results).",
+        "feng_huang --target h200 --rows resnet50 --again`.",
+    ]
+    return "\n".join(lines)
+
+
+SHORT = ("alexnet", "vgg16", "resnet50", "resnet152", "densenet121", "nasnet", "resnet1001", "lstm_scan")
+SHORT += ("gpt", "gpt_scan", "unet")
+
+
+def short_table() -> str:
+    """A few rows of all tables for an H200."""
+    lines = [
+        "| network, batch | plain, MB | `nn.remat` by hand | remat_opt | cut | extra FLOPs | the paper's cut |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+        *(
+            _results_row(row, results).rpartition(" | ")[0] + " |"
+            for table in ("feng_huang", "chen", "transformers", "others")
+            for row, results in _measured(TABLES[table], load(file_of(table, "h200")))
+            if row.network in SHORT
+        ),
     ]
     return "\n".join(lines)
 
@@ -215,8 +243,7 @@ def gpu_table() -> str:
         "allocator's peak is what its compiler said. "
         f"In 24 GB of it a ResNet-50 trained with {trained['plain']} images as it is (XLA itself computes again what "
         f"does not fit), with {trained['nn.remat']} by hand and with {trained['ours']} by remat_opt; more were not "
-        "tried. `python -m benchmarks.on_gpu` makes these again where a GPU is; all of it is in "
-        "[benchmarks/results/on_gpu.md](benchmarks/results/on_gpu.md).",
+        "tried. `python -m benchmarks.on_gpu` makes these again where a GPU is.",
     ]
     return "\n".join(lines)
 
@@ -249,42 +276,54 @@ def fenced(text: str) -> str:
     return "\n".join(["```text", *lines, "```"])
 
 
-def replace_region(document: str, name: str, content: str) -> str:
+def replace_region(document: str, name: str, content: str, where: str = README.name) -> str:
     """The document with new content between the two comments of a name.
 
     Raises:
-        ValueError: the comments are not there exactly once.
+        ValueError: the comments are not there exactly once; the message says in which document, `where`.
     """
     pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
     replaced, count = pattern.subn(lambda match: match[1] + content + "\n" + match[2], document)
     if count != 1:
-        raise ValueError(
-            f"expected <!-- {name} --> … <!-- end {name} --> once in {README.name}, found it {count} times"
-        )
+        raise ValueError(f"expected <!-- {name} --> … <!-- end {name} --> once in {where}, found it {count} times")
     return replaced
 
 
+def write_region(name: str, content: str) -> None:
+    """Write what stands between the two comments of a name, on all pages where they stand."""
+    for page in REGIONS[name]:
+        document = replace_region(page.read_text(encoding="utf-8"), name, content, page.name)
+        page.write_text(document, encoding="utf-8")
+
+
 def main() -> None:
-    """Run the demo, unless it is not wanted, and rewrite the README."""
+    """Run the demo, unless it is not wanted, and rewrite README.md and the pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--results", action="store_true", help="the kept results only, without running the demo")
     only_results = parser.parse_args().results
-    document = README.read_text(encoding="utf-8")
-    for name in ("headline", "demo", "explain", "results", "loops", "gpu", "split", "sharded"):
-        replace_region(document, name, "")  # a comment that is missing is told before the demo runs
-    document = replace_region(document, "results", results_table())
-    document = replace_region(document, "loops", loops_table())
-    document = replace_region(document, "gpu", gpu_table())
-    document = replace_region(document, "split", split_table())
+    for name, pages in REGIONS.items():
+        for page in pages:  # a comment that is missing is told before the demo runs
+            replace_region(page.read_text(encoding="utf-8"), name, "", page.name)
+    for name, make in FROM_RESULTS.items():
+        write_region(name, make())
     if not only_results:
         shown, figures = run_demo()
         tables, _, explanation = shown.partition("\nPlan for target")
-        document = replace_region(document, "sharded", sharded_step())
-        document = replace_region(document, "headline", headline(figures))
-        document = replace_region(document, "demo", fenced(tables))
-        document = replace_region(document, "explain", fenced("Plan for target" + explanation))
-    README.write_text(document, encoding="utf-8")
-    print(f"wrote {README}")
+        write_region("sharded", sharded_step())
+        write_region("headline", headline(figures))
+        write_region("demo", fenced(tables))
+        write_region("explain", fenced("Plan for target" + explanation))
+    print(f"wrote {', '.join(sorted({page.name for pages in REGIONS.values() for page in pages}))}")
+
+
+FROM_RESULTS: dict[str, Callable[[], str]] = {
+    "short": short_table,
+    "results": results_table,
+    "loops": loops_table,
+    "split": split_table,
+    "gpu": gpu_table,
+}
+"""The tables that are made from the kept results, by their name."""
 
 
 if __name__ == "__main__":

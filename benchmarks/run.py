@@ -233,7 +233,8 @@ def main() -> None:
         from benchmarks.pictures import draw_row
 
         for row in rows:
-            for picture in draw_row(row, options.target, load(file).get(row.key, {}), options.results / "pictures"):
+            results = load(file).get(row.key, {})
+            for picture in draw_row(row, options.target, results, ROOT / "docs" / "pictures"):
                 print(picture)
     print(to_markdown(options.table, options.target, TABLES[options.table], load(file)))
 

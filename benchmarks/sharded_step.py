@@ -1,4 +1,4 @@
-"""The README's sharded step, on eight devices that the CPU stands in for.
+"""The sharded step of docs/how-to/sharded.md, on eight devices that the CPU stands in for.
 
 python -m benchmarks.sharded_step
 """
@@ -39,7 +39,7 @@ def normal(seed, *shape):
 
 
 def train():
-    """What the README shows."""
+    """What the page shows."""
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     up, down = NamedSharding(mesh, P(None, "model")), NamedSharding(mesh, P("model", None))
     layers = [(normal(2 * i, 128, 512), normal(2 * i + 1, 512, 128)) for i in range(LAYERS)]

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 
 from benchmarks import gpu_row, loops, on_gpu, run, variants
 from benchmarks.markdown import below_our_frontier, cut_of, to_markdown
-from benchmarks.refresh_readme import gpu_table, loops_table, results_table, split_table
+from benchmarks.refresh_readme import FROM_RESULTS, REGIONS
 from benchmarks.results_file import RESULTS, file_of, keep, load
 from benchmarks.row import Request
 from benchmarks.step_time import time_variants
@@ -209,13 +208,10 @@ def test_what_lies_below_our_frontier() -> None:
     assert below_our_frontier({**results, **others, **by_flops}) == ["everything_saveable"]
 
 
-@pytest.mark.parametrize(
-    ("name", "table"),
-    [("results", results_table), ("gpu", gpu_table), ("loops", loops_table), ("split", split_table)],
-)
-def test_the_readmes_tables_are_made_from_the_kept_results(name: str, table: Callable[[], str]) -> None:
-    readme = (RESULTS.parent.parent / "README.md").read_text(encoding="utf-8")
-    assert f"<!-- {name} -->\n{table()}\n<!-- end {name} -->" in readme
+@pytest.mark.parametrize("name", FROM_RESULTS)
+def test_the_tables_of_the_pages_are_made_from_the_kept_results(name: str) -> None:
+    for page in REGIONS[name]:
+        assert f"<!-- {name} -->\n{FROM_RESULTS[name]()}\n<!-- end {name} -->" in page.read_text(encoding="utf-8")
 
 
 # MB of temporary memory that were asked for when the project began, for at most 35 % more FLOPs.

@@ -55,3 +55,11 @@ def test_it_prints_a_table(front) -> None:
     lines = str(front).splitlines()
     assert len(lines) == len(front) + 1
     assert "100%" in lines[-1] or " MB" in lines[-1]
+
+
+def test_it_is_drawn_and_shown_in_notebooks(front, tmp_path) -> None:
+    front.save(tmp_path / "frontier.png")
+    assert (tmp_path / "frontier.png").read_bytes().startswith(b"\x89PNG")
+    shown = front._repr_html_()
+    assert "<svg " in shown
+    assert str(front) in shown

@@ -263,10 +263,10 @@ def test_collectives_are_counted_one_by_one_and_as_often_as_loops_run() -> None:
     assert read_collectives("") == Collectives(0)
 
 
-def test_the_readme_shows_the_sharded_step_as_it_runs() -> None:
+def test_the_page_shows_the_sharded_step_as_it_runs() -> None:
     """Its code is that of the command beside it, and its memory and collectives are what that prints."""
-    readme = (CHECKOUT / "README.md").read_text(encoding="utf-8")
-    shown = readme.partition("<!-- sharded -->")[2].partition("<!-- end sharded -->")[0]
+    page = (CHECKOUT / "docs" / "how-to" / "sharded.md").read_text(encoding="utf-8")
+    shown = page.partition("<!-- sharded -->")[2].partition("<!-- end sharded -->")[0]
     code, figures = shown.split("```python\n")[1].split("\n```\n")[0], shown.split("```text\n")[1]
     source = (CHECKOUT / "benchmarks" / "sharded_step.py").read_text(encoding="utf-8")
     assert textwrap.indent(code, "    ") in source

@@ -1,5 +1,6 @@
 """What `explain` says and draws: true figures, true reasons, readable on a terminal."""
 
+import html
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -267,3 +268,16 @@ def test_without_matplotlib_the_error_names_the_extra(
     with pytest.raises(ImportError, match=r'pip install "remat_opt\[plot\]"'):
         explanation.save(tmp_path / "picture.png")
     assert not (tmp_path / "picture.png").exists()
+
+
+def test_notebooks_show_the_picture_and_the_text(explanation: Explanation) -> None:
+    shown = explanation._repr_html_()
+    assert shown.startswith("<div>\n<svg ")
+    assert html.escape(str(explanation)) in shown
+
+
+def test_notebooks_without_matplotlib_show_the_text(explanation: Explanation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    shown = explanation._repr_html_()
+    assert "<svg" not in shown
+    assert html.escape(str(explanation)) in shown

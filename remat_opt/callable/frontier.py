@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 from remat_opt.callable.function import OptimizedFunction
 from remat_opt.planner.forms import Forms
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.planning import decision_of
 from remat_opt.planner.progress import SearchProgress
+from remat_opt.report.notebook import to_html
+from remat_opt.report.pictures import draw_frontier, save
 from remat_opt.search.progress import reporting_to
 
 
@@ -32,7 +36,10 @@ class FrontierPoint:
 
 @dataclasses.dataclass(frozen=True)
 class Frontier:
-    """The points from the least memory to the least time; iterates over them."""
+    """The points from the least memory to the least time; iterates over them.
+
+    `print` it for a table, `.save("frontier.png")` draws it.
+    """
 
     points: tuple[FrontierPoint, ...]
 
@@ -55,6 +62,22 @@ class Frontier:
         if not fitting:
             raise ValueError(f"expected at least {self.points[0].peak_bytes} bytes, got {peak_bytes}")
         return fitting[-1]
+
+    def save(self, path: str | Path) -> None:
+        """Draw temporary memory against estimated extra time into a file; its ending says which format.
+
+        Raises:
+            ImportError: matplotlib is not installed; the message says what to install.
+        """
+        save(self._figure(), path)
+
+    def _figure(self) -> Any:
+        given = self.points[-1].plan
+        points = [(point.extra_seconds / (given.predicted.seconds or 1), point.peak_bytes) for point in self.points]
+        return draw_frontier(points, f"Memory against time on {given.target}", "time")
+
+    def _repr_html_(self) -> str:
+        return to_html(str(self), self._figure)
 
     def __str__(self) -> str:
         given = self.points[-1].plan.predicted

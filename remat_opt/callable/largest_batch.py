@@ -17,6 +17,7 @@ from remat_opt.planner.decision import Measure
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings, check_settings
+from remat_opt.report.notebook import to_html
 from remat_opt.report.units import format_bytes, format_change, format_count, format_seconds
 from remat_opt.targets import Figures, Target, check_installed, is_attached, resolve_target
 
@@ -79,6 +80,9 @@ class LargestBatch:
             "misses": self.misses,
             **{name: point and _figures_of(point) for name, point in points.items()},
         }
+
+    def _repr_html_(self) -> str:
+        return to_html(str(self))
 
     def __str__(self) -> str:
         title = f"{self.name} for {self.target}, budget {format_bytes(self.budget_bytes)}"

@@ -16,6 +16,7 @@ from remat_opt.callable.donation import Undonated
 from remat_opt.callable.function import OptimizedFunction
 from remat_opt.callable.warning import RematWarning
 from remat_opt.planner.plan import Plan
+from remat_opt.report.notebook import to_html
 from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 from remat_opt.targets import CompilationOutOfMemory, Figures, Target, is_attached
 from remat_opt.targets.options import compiler_options_for, merges_checkpoints
@@ -66,6 +67,9 @@ class Measurement:
 
     def __str__(self) -> str:
         return "\n".join([self._title(), "", *self._table(), *self._notes()])
+
+    def _repr_html_(self) -> str:
+        return to_html(str(self))
 
     def _title(self) -> str:
         figures = self.optimized or self.plain

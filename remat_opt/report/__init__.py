@@ -2,5 +2,6 @@
 
 `explain.py` builds the explanation from `findings.py` (what there is to say) and `saved.py` (why a tensor is saved).
 `text.py` writes what is printed, `pictures.py` draws it, `curves.py` is the curve of live memory in both, and
-`units.py` writes bytes, FLOPs and seconds. `devices.py` is the table of devices.
+`notebook.py` writes HTML for notebooks. `units.py` writes bytes, FLOPs and seconds. `devices.py` is the table of
+devices.
 """

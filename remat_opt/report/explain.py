@@ -7,7 +7,8 @@ from pathlib import Path
 
 from remat_opt.planner.decision import Decision
 from remat_opt.report.findings import Findings
-from remat_opt.report.pictures import draw_live_memory
+from remat_opt.report.notebook import to_html
+from remat_opt.report.pictures import draw_live_memory, save
 from remat_opt.report.text import to_text
 from remat_opt.trace.flops import note_of_loops
 
@@ -19,13 +20,16 @@ class Explanation(Findings):
     def __str__(self) -> str:
         return to_text(self)
 
+    def _repr_html_(self) -> str:
+        return to_html(str(self), lambda: draw_live_memory(self))
+
     def save(self, path: str | Path) -> None:
         """Draw live memory over the step, before and after, into a file; its ending says which format.
 
         Raises:
             ImportError: matplotlib is not installed; the message says what to install.
         """
-        draw_live_memory(self, path)
+        save(draw_live_memory(self), path)
 
 
 def explain(decision: Decision) -> Explanation:

@@ -1,7 +1,9 @@
-"""An explanation as a picture. The one file that imports matplotlib, and only when something is drawn."""
+"""Explanations and frontiers as pictures. The one file that imports matplotlib, and only when something is drawn."""
 
 from __future__ import annotations
 
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +14,14 @@ from remat_opt.report.units import format_bytes, format_change
 _BEFORE, _AFTER = "#8c8c8c", "#1f6fb4"
 
 
-def draw_live_memory(explanation: Findings, path: str | Path) -> None:
-    """Draw live memory (MB) over estimated time (ms), before and after, into a file.
+def draw_live_memory(explanation: Findings) -> Any:
+    """A matplotlib figure of live memory (MB) over estimated time (ms), before and after.
 
     Raises:
         ImportError: matplotlib is not installed.
     """
-    figure_class = _figure_class()
     plan = explanation.plan
-    figure = figure_class(figsize=(9, 4.5), layout="constrained", dpi=150)
+    figure = _figure_class()(figsize=(9, 4.5), layout="constrained", dpi=150)
     axes = figure.add_subplot()
     _draw(axes, explanation.before, _BEFORE, "as given")
     if not plan.is_plain:
@@ -34,7 +35,45 @@ def draw_live_memory(explanation: Findings, path: str | Path) -> None:
     axes.set_title("Nothing is recomputed" if plan.is_plain else f"Predicted peak {change}", loc="left")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False)
+    return figure
+
+
+def draw_frontier(points: Sequence[tuple[float, int]], title: str, cost: str, label: str = "predicted") -> Any:
+    """A matplotlib figure of temporary memory (MB) against what it costs (%).
+
+    Args:
+        points: the cost as a share of the plain step's, and bytes; no point is beaten in both by another.
+        title: of the picture.
+        cost: what is counted, "time" or "FLOPs".
+        label: of the curve.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    figure = _figure_class()(figsize=(7, 4.5), layout="constrained", dpi=150)
+    axes = figure.add_subplot()
+    points = sorted(points)
+    shares, sizes = [100 * share for share, _ in points], [size / 1e6 for _, size in points]
+    axes.step(shares, sizes, where="post", color=_AFTER, alpha=0.5, label=label)
+    axes.set_xlabel(f"extra {cost} (% of the plain step)")
+    axes.set_ylabel("temporary memory (MB)")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    return figure
+
+
+def save(figure: Any, path: str | Path) -> None:
+    """Write a figure to a file; its ending says which format."""
     figure.savefig(path)
+
+
+def as_svg(figure: Any) -> str:
+    """A figure as an element of an HTML page."""
+    written = io.StringIO()
+    figure.savefig(written, format="svg")
+    return written.getvalue().partition("<!DOCTYPE")[2].partition(">")[2]
 
 
 def _figure_class() -> Any:
@@ -43,7 +82,7 @@ def _figure_class() -> Any:
     except ImportError as error:
         raise ImportError(
             'expected matplotlib, to draw the picture; write: pip install "remat_opt[plot]" '
-            "(print(explanation) shows the same curves as text)"
+            "(print shows the same as text)"
         ) from error
     return Figure
 

@@ -1,0 +1,71 @@
+"""README.md and docs/: their examples run, what they show is there, and the reference is complete."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import remat_opt
+from benchmarks.run_pages import BLOCK, ROOT, pages, run, run_in_child
+
+DOCS = ROOT / "docs"
+FENCE = re.compile(r"^ *```+ *python", re.MULTILINE)
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT).as_posix()
+
+
+@pytest.mark.parametrize("page", pages(), ids=name_of)
+def test_the_examples_of_a_page_run(page: Path) -> None:
+    ran = run_in_child(page)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_no_block_of_python_is_left_out() -> None:
+    """A block that the runner does not see, since it is indented or has options, would never run."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        text = page.read_text(encoding="utf-8")
+        assert len(FENCE.findall(text)) == len(BLOCK.findall(text)), name_of(page)
+
+
+def test_what_a_block_prints_is_written_behind_it() -> None:
+    shown = run(Path("page.md"), "```python\nprint(1 + 1)\n```\n\n```text\nold\n```\n\nend\n", {})
+    assert shown == "```python\nprint(1 + 1)\n```\n\n```text\n2\n```\n\nend\n"
+
+
+def test_a_block_that_prints_nothing_and_says_so_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected the block at page.md, line 2, to print something"):
+        run(Path("page.md"), "```python\n1\n```\n\n```text\nold\n```\n", {})
+
+
+def test_errors_point_to_the_line_of_the_page() -> None:
+    with pytest.raises(ZeroDivisionError) as error:
+        run(Path("page.md"), "text\n\n```python\n1 / 0\n```\n", {})
+    assert (str(error.traceback[-1].path), error.traceback[-1].lineno) == ("page.md", 3)
+
+
+def test_the_reference_has_every_public_name() -> None:
+    shown = {
+        name
+        for page in (DOCS / "reference").glob("*.md")
+        for name in re.findall(r"^::: remat_opt\.(\S+)", page.read_text(encoding="utf-8"), re.MULTILINE)
+    }
+    assert {name for name in shown if "." not in name} == set(remat_opt.__all__)
+    assert {"linen.remat", "nnx.remat", "targets.Target", "targets.resolve_target"} <= shown
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 250
+
+
+def test_the_links_of_the_readme_lead_somewhere() -> None:
+    """Links of docs/ are checked by `mkdocs build --strict`."""
+    for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
+        assert (ROOT / link).exists(), link
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    for file in (ROOT / "remat_opt").rglob("*.py"):
+        for name in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text(encoding="utf-8")):
+            assert (ROOT / name).exists(), f"{file.name} names {name}"
