@@ -156,8 +156,8 @@ def test_the_least_memory_is_never_above_that_without_transfers() -> None:
 
 
 def test_small_values_stay() -> None:
-    assert Stays(Problem(there_and_back(6, stays.SMALLEST)).plain).every
-    assert not Stays(Problem(there_and_back(6, stays.SMALLEST - 1)).plain).every
+    assert Stays(Problem(there_and_back(6, stays.SMALLEST_COPY)).plain).every
+    assert not Stays(Problem(there_and_back(6, stays.SMALLEST_COPY - 1)).plain).every
 
 
 # What is emitted
@@ -181,7 +181,7 @@ KINDS = ("mlp", "gan", "nnx", "vjp")
 def test_values_that_go_to_the_host_are_the_same_when_they_come_back(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(stays, "SMALLEST", 1024)
+    monkeypatch.setattr(stays, "SMALLEST_COPY", 1024)
     case = smaller_case(name)
     args, kwargs = case.make_args(), case.make_kwargs()
     function = optimize(case.step, target=with_link(1e9), offload=True, verify=False)
