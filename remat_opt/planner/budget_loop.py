@@ -20,7 +20,7 @@ from remat_opt.targets import Figures
 
 MOST_COMPILATIONS = 4
 FIRST_MARGIN = 1.02  # the first candidate is asked to be so much smaller than the budget
-SECOND_MARGIN = 1.1  # after two candidates that were too large
+SECOND_MARGIN = 1.1  # after two candidates that were too large, beside the larger of their corrections
 USES_IT = 0.97  # part of the budget above which a candidate that fits is taken at once
 COMPILE_THRESHOLD = 0.015  # part of the step's seconds that another compilation has to save
 OUT_OF_REACH = 1.5  # times the budget; what is predicted to need more is not compiled
@@ -98,8 +98,8 @@ class _BudgetLoop:
     def next(self) -> Candidate | None:
         """The candidate to compile next; None where none is left that could help."""
         if self.best is None:
-            is_late = len(self.compiled) >= MOST_COMPILATIONS - 2  # the last one is for something cheaper
-            candidate = None if is_late else self.new_within(self.predicted_limit)
+            is_last = len(self.compiled) == MOST_COMPILATIONS - 1
+            candidate = None if is_last else self.new_within(self.predicted_limit)
             return candidate or next(self.smallest(), None)
         if self.counted(self.best.figures) > USES_IT * self.allowed:
             return None
@@ -122,10 +122,13 @@ class _BudgetLoop:
         alike = [one for one in self.compiled if not one.candidate.prepared.reordered]
         small, large = self.bracket(alike)
         if small is None:
+            if len(self.compiled) > 1:
+                least = min(one.candidate.peak for one in self.compiled)
+                worst = max(one.correction for one in self.compiled)
+                return min(self.limit / (worst * SECOND_MARGIN), least - 1)
             if large is None:
                 return self.limit / self.first_correction
-            margin = SECOND_MARGIN if len(alike) > 1 else FIRST_MARGIN
-            return min(self.limit / (large.correction * margin), large.candidate.peak - 1)
+            return min(self.limit / (large.correction * FIRST_MARGIN), large.candidate.peak - 1)
         if large is None:
             return self.limit / small.correction
         low, high = small.figures.temp_bytes, large.figures.temp_bytes
@@ -156,9 +159,16 @@ class _BudgetLoop:
         return None
 
     def smallest(self) -> Iterator[Candidate]:
-        """Candidates that may need the least memory, at any cost, in the order of their predicted peaks."""
+        """Candidates that may need the least memory: those that fit by the corrections so far, the cheapest first, then
+        the others, at any cost, in the order of their predicted peaks."""
         search = self.planner.search
-        every = sorted([search(0), search(None), self.planner.reordered], key=lambda one: one.peak)
+        worst = max([1.0, *(one.correction for one in self.compiled)])
+
+        def order(one: Candidate) -> tuple[bool, float]:
+            fits = one.peak * worst * SECOND_MARGIN <= self.limit
+            return not fits, one.extra_seconds if fits else one.peak
+
+        every = sorted([search(0), search(None), self.planner.reordered], key=order)
         reachable = OUT_OF_REACH * self.limit / (self.compiled[-1].correction if self.compiled else 1)
         for number, candidate in enumerate(every):
             if not self.was_compiled(candidate) and (candidate.peak <= reachable or not (number or self.compiled)):

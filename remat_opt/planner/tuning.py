@@ -200,7 +200,7 @@ class Tuner:
             yield f"in {number} chunks", whole if whole.peak <= self.limit else form.within(self.limit)
 
     def on_device(self) -> Iterator[tuple[str, Candidate]]:
-        if self.decision.plan.transfers:
+        if self.decision.plan.predicted.host_bytes:
             alone = dataclasses.replace(self.planner.original, offloads=False)
             yield "without copies to the host", Forms(alone, self.planner.settings).within(self.limit)
 
