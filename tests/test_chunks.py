@@ -1,5 +1,6 @@
 """How chunks of loops are written, beside their values (`test_loops_values.py`)."""
 
+import dataclasses
 import functools
 
 import loop_models as models
@@ -63,6 +64,16 @@ def test_what_a_chunk_of_two_steps_kept_of_its_first_waits_for_its_cotangents():
     choice = LoopChoice(chunk=2, in_chunk=held, earlier=(Chunks((pair.length - 2) // 2, 2, held),))
     written = as_jaxpr(rewrite_loops(found.program, (pair,), [(0, choice)], aliases))
     assert set(readers_of_single_slices(written)) == {compat.barrier_p}
+
+
+@pytest.mark.parametrize("marks", [None, ""])
+def test_residuals_of_a_chunk_are_read_as_they_were_written_on_one_device_alone(marks):
+    """XLA's SPMD partitioner gathers what a layout constraint reads."""
+    found, _, aliases = captured(layers)
+    program = dataclasses.replace(found.program, marks=marks)
+    (pair,) = find_pairs(program).pairs
+    written = rewrite_loops(program, (pair,), [(0, LoopChoice(chunk=3, in_chunk=all_residuals(pair)))], aliases)
+    assert ("layout_constraint" in str(as_jaxpr(written))) == (marks is None)
 
 
 def test_a_division_needs_and_takes_what_its_choice_does():

@@ -75,8 +75,10 @@ class ReverseStep:
         return found if self.is_scheduled and stack.shape[0] > 1 else found.now()
 
     def residuals_at(self, stacks: Sequence[Any], step: Any) -> list[Any]:
-        """The residuals that a chunk saved of one of its steps."""
-        return [self.slice_of(stack, step, slice_as_written) for stack in stacks]
+        """The residuals that a chunk saved of one of its steps. XLA's SPMD partitioner gathers what a layout constraint
+        reads."""
+        read_slice = slice_as_written if self.plan.program.marks is None else slice_at
+        return [self.slice_of(stack, step, read_slice) for stack in stacks]
 
     def forward_environment(self, carry: dict[int, Any]) -> dict[int, Any]:
         """Constants and some carries of the forward body."""
