@@ -27,8 +27,8 @@ LEVELS = 7  # of the memory of loops
 LEVELS_OF_LARGE = 1
 LARGE = 2000  # ops, above which few variants are searched
 LEVELS_INSIDE = (0.75, 0.5, 0.25)
-HALVINGS = 3  # of the range between two of these levels, for a budget
-HALVINGS_INSIDE = 4  # of all of it
+HALVINGS = 3  # of the range between two levels of loops, for a budget
+HALVINGS_INSIDE = 4  # of the whole range of bodies, in chunks of the batch
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

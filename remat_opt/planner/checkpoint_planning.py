@@ -78,7 +78,7 @@ def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> Che
         decision = decision_of(Candidate(differentiated.prepared, find(differentiated, settings)), settings)
     layout, note = _layout(differentiated, decision.solution, budget)
     if note:
-        decision = dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))
+        decision = decision.with_plan(note=note)
     return CheckpointDecision(differentiated, decision, layout)
 
 

@@ -90,11 +90,11 @@ def without_repeats(
         return first
     size, best = min(found, key=lambda one: one[0])
     of_plain = plain and plain.collectives
-    plan = dataclasses.replace(best.plan, plain_measured=plain)
+    note = best.plan.note
     if of_plain and size > MORE * of_plain.bytes:
         said = f"each device sends {size} bytes to others, {of_plain.bytes} in the step as it was given"
-        plan = dataclasses.replace(plan, note="; ".join(filter(None, (plan.note, said))))
-    return dataclasses.replace(best, plan=plan)
+        note = "; ".join(filter(None, (note, said)))
+    return best.with_plan(plain_measured=plain, note=note)
 
 
 def _measured(measure: Measure, decision: Decision) -> Decision:
@@ -105,7 +105,7 @@ def _measured(measure: Measure, decision: Decision) -> Decision:
         figures = measure(decision.prepared, decision.solution)
     except CompilationOutOfMemory:
         return decision
-    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, measured=figures))
+    return decision.with_plan(measured=figures)
 
 
 def _plain(measure: Measure, prepared: Prepared, decision: Decision) -> Figures | None:
@@ -168,4 +168,4 @@ def note_explicit_collectives(decision: Decision) -> Decision:
         return decision
     said = "explicit collectives are not repeated, repeat_collectives=True allows it"
     note = "; ".join(filter(None, (decision.plan.note, said)))
-    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, note=note))
+    return decision.with_plan(note=note)

@@ -42,6 +42,10 @@ class Decision(Candidate):
         """Seconds spent on tracing, building the graph, searching and compiling."""
         return self.prepared.seconds
 
+    def with_plan(self, **changes: Any) -> Decision:
+        """The same decision with changed fields of its plan."""
+        return dataclasses.replace(self, plan=dataclasses.replace(self.plan, **changes))
+
     def emit(self, arguments: Sequence[Any]) -> list[Any]:
         """Write the planned step on the program's flat inputs."""
         return self.prepared.emit(self.solution, arguments)

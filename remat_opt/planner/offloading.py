@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Callable
 
@@ -42,7 +41,7 @@ def with_transfers(
         return decision
     is_first = planner.compiled <= 1
     figures = decision.plan.measured or planner.measure(decision)
-    measured = _with_plan(decision, measured=figures)
+    measured = decision.with_plan(measured=figures)
     has_limit = planner.settings.budget.has_limit
     if figures.host_temp_bytes and has_limit and is_first:
         return measured
@@ -53,7 +52,7 @@ def with_transfers(
         return measured
     why = "need more memory when they are compiled" if figures.host_temp_bytes else "are not made by the compiler"
     note = "; ".join(filter(None, (f"copies to the host {why}, nothing goes there", other.plan.note)))
-    return _with_plan(other, note=note)
+    return other.with_plan(note=note)
 
 
 def check_pool(decision: Decision) -> None:
@@ -66,7 +65,3 @@ def check_pool(decision: Decision) -> None:
             f"expected copies of at most {pool} GiB, the pool of host memory that JAX's GPU runtime has, got {needed} "
             f"bytes. Set {POOL_VARIABLE}={least} before JAX starts, or give a larger budget"
         )
-
-
-def _with_plan(decision: Decision, **changes: object) -> Decision:
-    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, **changes))  # pyright: ignore[reportArgumentType]

@@ -165,7 +165,7 @@ def take_over(planner: Planner, plan: Plan) -> Decision:
     )
     note = made_elsewhere(plan, planner.original.target.name) or plan.note
     if plan.is_plain and not plan.edited:
-        return _timed_before(planner.plain(note, plan.measured), plan)
+        return planner.plain(note, plan.measured).with_plan(timings=plan.timings)
     try:
         prepared = in_chunks(planner.original, plan.chunks) if plan.chunks else planner.original
         pairs = find_pairs(prepared.captured.program, keep_checkpoints=planner.settings.keep_user_checkpoints)
@@ -185,12 +185,7 @@ def take_over(planner: Planner, plan: Plan) -> Decision:
         ) from error
     if plan.edited:
         return planner.decision(found, note=note)
-    return _timed_before(planner.decision(found, plan.measured, note=note), plan)
-
-
-def _timed_before(decision: Decision, plan: Plan) -> Decision:
-    """A decision with the times that a plan has of its tuning."""
-    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, timings=plan.timings))
+    return planner.decision(found, plan.measured, note=note).with_plan(timings=plan.timings)
 
 
 def made_elsewhere(plan: Plan, target: str) -> str:

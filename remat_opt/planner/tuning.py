@@ -227,16 +227,12 @@ class Tuner:
         timings = tuple(
             Timing(one.what, one.seconds, one.figures.physical_peak_bytes, one is best) for one in self.timed
         )
-        return _with_plan(decision, timings=timings, measured=decision.plan.measured or best.figures)
+        return decision.with_plan(timings=timings, measured=decision.plan.measured or best.figures)
 
 
 def not_tuned(decision: Decision, why: str) -> Decision:
     """The same decision, whose note says why nothing was timed."""
-    return _with_plan(decision, note="; ".join(filter(None, (decision.plan.note, f"not tuned: {why}"))))
-
-
-def _with_plan(decision: Decision, **changes: Any) -> Decision:
-    return dataclasses.replace(decision, plan=dataclasses.replace(decision.plan, **changes))
+    return decision.with_plan(note="; ".join(filter(None, (decision.plan.note, f"not tuned: {why}"))))
 
 
 def _content(candidate: Candidate) -> Any:
