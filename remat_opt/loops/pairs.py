@@ -14,7 +14,7 @@ from typing import Any
 
 from remat_opt.loops.body import Loop, is_loop, read_loop
 from remat_opt.trace import compat
-from remat_opt.trace.avals import bytes_of, is_on_device
+from remat_opt.trace.avals import bytes_anywhere, is_on_device
 from remat_opt.trace.inline import Constant, Equation, Program, can_recompute, values_among
 
 
@@ -95,7 +95,7 @@ def find_pairs(program: Program, *, keep_checkpoints: bool = False) -> Pairs:
             maker = makers.get(x)
             if maker is not None and _opposite(program.equations[maker], backward) and maker not in taken:
                 own = program.readers[x] == [index] and x not in program.returned
-                gained[maker] = gained.get(maker, 0) + (bytes_of(program.avals[x]) if own else 0)
+                gained[maker] = gained.get(maker, 0) + (bytes_anywhere(program.avals[x]) if own else 0)
         best = max(gained, key=lambda maker: (gained[maker], maker), default=None)
         if best is None or not gained[best]:
             continue

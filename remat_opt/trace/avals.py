@@ -60,7 +60,12 @@ def item_bytes(dtype: Any) -> int:
 def bytes_of(aval: Any) -> int:
     """Bytes of one value in its device's memory; 0 for what has no storage there (tokens, references, values in the
     host's memory)."""
+    return bytes_anywhere(aval) if is_on_device(aval) else 0
+
+
+def bytes_anywhere(aval: Any) -> int:
+    """Bytes of one value in whichever memory; 0 for what has no storage (tokens, references)."""
     shape, dtype = getattr(aval, "shape", None), getattr(aval, "dtype", None)
-    if shape is None or dtype is None or not is_on_device(aval):
+    if shape is None or dtype is None:
         return 0
     return math.prod(shape) * item_bytes(dtype)
