@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.extend.core import primitives as P
 
-from remat_opt.graph.cost import Rates, roofline
+from remat_opt.graph.cost import Rates, kernel_seconds, product_seconds
 from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
@@ -99,9 +99,9 @@ def build(
         in_tuples=_convolved(program) if platform in GPUS else (),
         is_stored_if_shared=lambda op: as_compiled and (platform == "cpu" or (platform in GPUS and op.expensive)),
     )
-    if rates.counts_flops:  # of all that a kernel computes, and not of its own op alone
-        counted = (dataclasses.replace(op, seconds=op.flops / rates.flops["float32"]) for op in fusion.graph.ops)
-        fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=tuple(counted)))
+    kernels = zip(fusion.graph.ops, (program.equations[equation_of[op]] for op in fusion.op_of), strict=True)
+    timed = tuple(dataclasses.replace(op, seconds=_seconds(op, one, program, rates)) for op, one in kernels)
+    fusion = dataclasses.replace(fusion, graph=dataclasses.replace(fusion.graph, ops=timed))
     if platform == "tpu":
         graph = _in_tiles(fusion.graph, program)
         fusion = dataclasses.replace(fusion, graph=_rounded(graph, program) if keep_scatters else graph)
@@ -190,26 +190,45 @@ def op_of(program: Program, equation: Equation, rates: Rates) -> Op:
     inputs = tuple(value for value in equation.reads if value not in program.constant)
     flops = flops_of(equation, program)
     kind = kind_of(equation.primitive)
-    moved = sum(bytes_of(program.avals[value]) for value in equation.outputs)
-    if equation.primitive is P.dynamic_update_slice_p:  # in place
-        moved = bytes_of(program.aval_of(equation.inputs[1]))
-    elif kind is not Kind.ELEMENTWISE:
-        moved += sum(bytes_of(program.avals[value]) for value in inputs)
     dtype = dtype_name(program.avals[equation.outputs[0]].dtype) if equation.outputs else "float32"
-    is_product = kind is Kind.CONTRACTION or (kind is not Kind.ELEMENTWISE and _has_product(equation.params))
-    is_copy = not all(is_on_device(program.aval_of(atom)) for atom in (*equation.inputs, *equation.outputs))
-    is_kernel = equation.primitive is not compat.barrier_p and not (is_copy and not compat.jaxprs_in(equation.params))
+    arithmetic = 0.0
+    if kind is Kind.CONTRACTION:
+        arithmetic = product_seconds(flops, program.avals[equation.outputs[0]].size, dtype, rates)
+    elif kind is not Kind.ELEMENTWISE and _has_product(equation.params):
+        arithmetic = flops / rates.matrix_rate(dtype)
     return Op(
         inputs=inputs,
         outputs=equation.outputs,
         kind=kind,
         flops=flops,
-        seconds=roofline(flops, moved, dtype, rates, matrix=is_product) if is_kernel else 0.0,
+        seconds=arithmetic,
         repeatable=can_recompute(program, equation),
         name=equation.primitive.name,
         expensive=equation.primitive in EXPENSIVE,
         same_place=_read_at_the_same_place(equation, program, inputs) if kind is Kind.ELEMENTWISE else (),
     )
+
+
+def _seconds(kernel: Op, equation: Equation, program: Program, rates: Rates) -> float:
+    """Of a kernel, with all that is fused into it.
+
+    Args:
+        kernel: its op, whose seconds are those of its own arithmetic alone, or of a loop's bodies.
+        equation: whose results it stores.
+        program: the flat jaxpr.
+        rates: of the target.
+    """
+    if rates.counts_flops:
+        return kernel.flops / rates.flops["float32"]
+    is_copy = not all(is_on_device(program.aval_of(atom)) for atom in (*equation.inputs, *equation.outputs))
+    if equation.primitive is compat.barrier_p or (is_copy and not compat.jaxprs_in(equation.params)):
+        return 0.0
+    moved = kernel.moved
+    if equation.primitive is P.dynamic_update_slice_p:  # in place
+        moved = 2 * bytes_of(program.aval_of(equation.inputs[1]))
+    elif equation.primitive is P.gather_p:  # of its operand no more than it writes
+        moved = 2 * bytes_of(program.avals[equation.outputs[0]])
+    return kernel_seconds(kernel.seconds, moved, rates)
 
 
 def _convolved(program: Program) -> frozenset[int]:
@@ -287,23 +306,6 @@ def seconds_of_bodies(primitive: Any, params: dict[str, Any], bodies: Bodies) ->
     if primitive is P.cond_p:
         return max(seconds)
     return params.get("length", 1) * sum(seconds)
-
-
-def kernels_of(bridge: Bridge, rates: Rates) -> int:
-    """How many kernels a program starts, those of loops as often as they run."""
-    return _kernels(bridge, Bodies(rates))
-
-
-def _kernels(bridge: Bridge, bodies: Bodies) -> int:
-    every = (bridge.program.equations[index] for index in bridge.equation_of)
-    return sum(_kernels_inside(one.primitive, one.params, bodies) for one in every)
-
-
-def _kernels_inside(primitive: Any, params: dict[str, Any], bodies: Bodies) -> int:
-    if primitive not in _TIMED_BY_BODIES:
-        return 1
-    inside = [_kernels(bodies.read(primitive, jaxpr), bodies) for jaxpr in compat.jaxprs_in(params)]
-    return max(inside) if primitive is P.cond_p else params.get("length", 1) * sum(inside)
 
 
 def peak_as_written(program: Program, rates: Rates) -> int:

@@ -32,7 +32,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from remat_opt.graph.graph import Graph, Kind, Op
@@ -207,10 +208,11 @@ def fuse(
         moved = frozenset().union(
             *((one.moved if value in op.same_place else (one.sources or (value,))) for value, one in read.items())
         )
+        reads = _reads(op, made, graph.sizes)
         by_expensive, beside = arithmetic.of(op)
         if op.outputs and not any(stored[value] for value in op.outputs):
             for value in op.outputs:
-                made[value] = _Virtual(inputs, (*chain, index), moved)
+                made[value] = _Virtual(inputs, (*chain, index), moved, reads)
                 arithmetic.reads[value] = by_expensive, beside
             virtual.update(dict.fromkeys(op.outputs, index))
             continue
@@ -219,6 +221,7 @@ def fuse(
             inputs=inputs,
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
+            moved=sum(reads.values()) + sum(graph.sizes[value] for value in op.outputs),
             expensive_operands=tuple(value for value in inputs if value in by_expensive and value in beside),
             same_place=tuple(
                 value for value in inputs if overwrites and not (value in moved or value in sums or value in in_tuples)
@@ -237,14 +240,29 @@ class _Virtual(NamedTuple):
         sources: buffers that it is made of.
         chain: ops that make it from these.
         moved: sources that it has at other places.
+        reads: for each source how many of its bytes are read.
     """
 
     sources: tuple[int, ...]
     chain: tuple[int, ...]
     moved: frozenset[int] = frozenset()
+    reads: Mapping[int, int] = MappingProxyType({})
 
 
 _BUFFER = _Virtual((), ())
+
+
+def _reads(op: Op, made: Mapping[int, _Virtual], sizes: Sequence[int]) -> dict[int, int]:
+    """For each buffer that an op's result is made of, how many of its bytes a kernel reads: of a slice that part."""
+    written = sum(sizes[value] for value in op.outputs)
+    found: dict[int, int] = {}
+    for value in op.inputs:
+        is_part = op.kind is Kind.ELEMENTWISE and value not in op.same_place and sizes[value] > written
+        share = written / sizes[value] if is_part else 1
+        of_sources = made[value].reads if value in made else {value: sizes[value]}
+        for source, read in of_sources.items():
+            found[source] = min(sizes[source], found.get(source, 0) + int(share * read))
+    return found
 
 
 def _each_once(lists: Iterable[tuple[int, ...]]) -> tuple[int, ...]:

@@ -11,6 +11,8 @@ import functools
 import math
 from collections.abc import Iterator
 
+import numpy as np
+
 from remat_opt.planner.candidates import Candidate, Variants
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings
@@ -81,8 +83,12 @@ class Forms:
 
     @property
     def seconds_of_two(self) -> float:
-        """What two chunks take more at least; infinite where the batch stays whole."""
-        return self.original.seconds_of_starts(2) if self.may_be_split else math.inf
+        """What two chunks take more at least, each kernel being started twice; infinite where the batch stays whole."""
+        if not self.may_be_split:
+            return math.inf
+        seconds = self.original.unchanged.bridge.graph.op_seconds
+        twice = 2 * self.original.target.kernel_seconds
+        return float(np.maximum(twice - seconds[seconds > 0], 0.0).sum())
 
     def splits_within(self, limit: int, given: int) -> Iterator[Variants]:
         """Splits that may have a peak of so many bytes, of fewest chunks first, and those of most chunks in any case.

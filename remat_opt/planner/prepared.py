@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from remat_opt.emit.train_step import write
-from remat_opt.graph.build import Bridge, build, kernels_of
+from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
 from remat_opt.graph.derive import Choice
 from remat_opt.graph.graph import Graph
@@ -171,24 +171,8 @@ class Prepared:
 
     @property
     def extra_seconds(self) -> float:
-        """Estimated time minus that of the original step, before anything else is recomputed.
-
-        Each chunk of the batch starts the step's kernels once more. Of other kernels starts are not counted: searches
-        would tell small ones apart by nothing else (docs/measured.md, "Kernel starts").
-        """
-        starts = self.unchanged.seconds_of_starts(self.chunks)
-        return self.bridge.graph.seconds - self.unchanged.bridge.graph.seconds + starts
-
-    def seconds_of_starts(self, chunks: int) -> float:
-        """Of all kernels in so many chunks of the batch, beyond those of the whole one."""
-        if chunks < 2 or not self.target.kernel_seconds:  # kernels need not be counted
-            return 0.0
-        return (chunks - 1) * self.kernels * self.target.kernel_seconds
-
-    @functools.cached_property
-    def kernels(self) -> int:
-        """How many kernels the step starts."""
-        return kernels_of(self.bridge, self.rates)
+        """Estimated time minus that of the original step, before anything else is recomputed."""
+        return self.bridge.graph.seconds - self.unchanged.bridge.graph.seconds
 
     @property
     def extra_flops(self) -> float:
@@ -283,7 +267,13 @@ def prepare(captured: Captured, target: Target, *, keep_scatters: bool = False) 
 
 
 def _rates_of(target: Target) -> Rates:
-    return Rates(target.bandwidth, target.flops, target.counts_flops)
+    return Rates(
+        target.bandwidth,
+        target.flops,
+        target.counts_flops,
+        kernel_seconds=target.kernel_seconds,
+        multiprocessors=target.multiprocessors,
+    )
 
 
 def _bridge(program: Program, captured: Captured, target: Target, **options: bool) -> Bridge:

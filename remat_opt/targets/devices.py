@@ -133,6 +133,7 @@ def target_of(device: Any) -> Target:
         bandwidth=stand_in.bandwidth,
         flops=stand_in.flops,
         kernel_seconds=stand_in.kernel_seconds,
+        multiprocessors=stand_in.multiprocessors,
         host_bandwidth=stand_in.host_bandwidth,
         description=f"attached {kind}; it is not in the table of targets, so bandwidth and rates are {stand_in.name}'s",
         device_kinds=(kind,),

@@ -24,7 +24,8 @@ class Target:
         compiler_config: how to ask for its compiler when it is absent: XLA's GpuTargetConfigProto in text form for
             "cuda" (`gpu_config` writes it); for "tpu" the topology's name, and after commas what else libtpu is told,
             as "v4:2x2x1,chip_config_name=megacore"; empty where it can only be compiled for when attached.
-        kernel_seconds: that the start of a kernel takes.
+        kernel_seconds: the least that a kernel takes.
+        multiprocessors: of a GPU, whose kernels are then timed as those of an H200 were; 0 for other devices.
         counts_flops: whether a search is to make FLOPs least, as papers count them, instead of estimated seconds: times
             are then those of a device that moves bytes for nothing and computes everything at float32's rate. Write
             `dataclasses.replace(resolve_target("h200"), counts_flops=True)`.
@@ -44,6 +45,7 @@ class Target:
     devices: int = 1
     nodes: int = 1
     kernel_seconds: float = 0.0
+    multiprocessors: int = 0
     counts_flops: bool = False
     on_chip_bytes: int = 0
     host_bandwidth: float | None = None
