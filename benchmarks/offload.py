@@ -68,8 +68,8 @@ def to_markdown(results: dict[str, dict[str, dict[str, Any]]], target: str) -> s
     """The results as a table."""
     return page(
         f"Saved tensors on the host, {target}",
-        "Temporary memory as the compiler says, MB (10^6 bytes); time beyond the plain step's as estimated by the "
-        f"roofline, waiting for copies included. `{OFFLOAD_DOTS}` is `jax.checkpoint` round the network with JAX's "
+        "Temporary memory as the compiler says, MB (10^6 bytes); time beyond the plain step's as estimated, "
+        f"waiting for copies included. `{OFFLOAD_DOTS}` is `jax.checkpoint` round the network with JAX's "
         "policy that copies the results of products. Written by `python -m benchmarks.offload`.",
         [
             "network",

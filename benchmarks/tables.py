@@ -12,7 +12,7 @@ OFFLOAD_DOTS = "offload_dots"
 
 BY_FLOPS = "ours-by-flops"
 OURS = ("ours", BY_FLOPS)
-"""What `optimize` gives: the least time by the roofline, or the fewest FLOPs."""
+"""What `optimize` gives: the least estimated time, or the fewest FLOPs."""
 
 SPLIT = "split"
 """What `optimize` gives with the batch in chunks: `split@8` in eight."""

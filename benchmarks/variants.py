@@ -3,7 +3,7 @@
 A variant is named as on the command line: `plain`; `nn.remat`, by hand round every block; `chen`, √n segments; a stock
 policy of `jax.checkpoint` round the whole network; `ours`, the least memory that costs at most one more forward pass;
 `ours@0.5`, ours with half of the plain step's temporary memory; `ours@nn.remat`, ours in the physical peak of another
-variant; `ours-by-flops@nn.remat`, the same with the fewest FLOPs instead of the least time by the roofline; `split@8`,
+variant; `ours-by-flops@nn.remat`, the same with the fewest FLOPs instead of the least estimated time; `split@8`,
 the least memory with the batch in eight chunks, `split@8@0.9` the least time so within a budget.
 """
 

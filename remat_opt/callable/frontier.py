@@ -23,7 +23,7 @@ class FrontierPoint:
 
     Attributes:
         peak_bytes: peak of temporary memory.
-        extra_seconds: estimated time of the recomputation, by the target's roofline, and of waiting for the host.
+        extra_seconds: estimated time of the recomputation, and of waiting for the host.
         extra_flops: FLOPs of the recomputation.
         plan: the plan to give to `optimize(fun, plan=point.plan)`.
     """

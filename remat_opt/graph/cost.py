@@ -53,7 +53,7 @@ def product_seconds(flops: float, numbers: int, dtype: str, rates: Rates) -> flo
         return seconds
     length = flops / (2 * numbers)  # of the sum that each number is
     of_result, of_sums = numbers / TILE[0], length / TILE[1]
-    busy = min(1.0, max(1.0, of_result) * max(1.0, of_sums) / rates.multiprocessors)
+    busy = min(1.0, of_result * max(1.0, of_sums) / rates.multiprocessors)
     is_long = length**2 > 4 * numbers  # twice as long as the result is wide
     return seconds / busy / (LONG_PRODUCT_SHARE if is_long else 1.0)
 

@@ -44,7 +44,7 @@ class BatchPoint:
     Attributes:
         batch: rows of all devices together.
         peak_bytes: physical peak of one device.
-        seconds: estimated time of a step, by the target's roofline.
+        seconds: estimated time of a step on the target.
         extra_seconds: the part of it that recomputation takes.
         plan: to give to `optimize(fun, plan=point.plan)`.
     """

@@ -43,7 +43,7 @@ class Prediction:
         saved_bytes: bytes of all saved tensors.
         flops: FLOPs of the original step.
         extra_flops: FLOPs that are recomputed.
-        seconds: estimated time of the original step, by the target's roofline.
+        seconds: estimated time of the original step on the target.
         extra_seconds: estimated time of the recomputation, and of waiting for copies to and from the host.
         host_bytes: of the host's memory, for values that are there for a time.
         stall_seconds: estimated time of waiting for copies, a part of `extra_seconds`.

@@ -181,9 +181,9 @@ class Prepared:
 
     @property
     def rates(self) -> Rates:
-        """The target's bandwidth and FLOP rates, and that of its host's memory where values may go there."""
+        """What the target can do, and the bandwidth of its host's memory where values may go there."""
         host = self.target.host_bandwidth if self.offloads else None
-        return dataclasses.replace(_rates_of(self.target), host_bandwidth=host)
+        return dataclasses.replace(rates_of(self.target), host_bandwidth=host)
 
     @functools.cached_property
     def problem(self) -> Problem:
@@ -266,7 +266,8 @@ def prepare(captured: Captured, target: Target, *, keep_scatters: bool = False) 
     return Prepared(captured, bridge, target, {"graph": time.perf_counter() - started})
 
 
-def _rates_of(target: Target) -> Rates:
+def rates_of(target: Target) -> Rates:
+    """What a target can do, without its host."""
     return Rates(
         target.bandwidth,
         target.flops,
@@ -277,4 +278,4 @@ def _rates_of(target: Target) -> Rates:
 
 
 def _bridge(program: Program, captured: Captured, target: Target, **options: bool) -> Bridge:
-    return build(program, _rates_of(target), captured.donated, platform=target.platform, **options)
+    return build(program, rates_of(target), captured.donated, platform=target.platform, **options)

@@ -158,7 +158,7 @@ def _figures(explanation: Findings) -> list[str]:
         label = "the host's memory, compiled" if plan.measured else "the host's memory, predicted"
         quantities.append(_Quantity(label, format_bytes, None, host))
     quantities.append(_Quantity("FLOPs", format_flops, *flops))
-    quantities.append(_Quantity("time, estimated by roofline", format_seconds, *seconds))
+    quantities.append(_Quantity("time, estimated", format_seconds, *seconds))
     heads = ("as given", "", "") if plan.is_plain else ("before", "after", "")
     rows = [quantity.as_row(alone=plan.is_plain) for quantity in quantities]
     note = explanation.flops_note
