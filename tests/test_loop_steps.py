@@ -97,7 +97,7 @@ def test_a_plan_whose_chunks_keep_residuals_can_be_saved(tmp_path):
     np.testing.assert_allclose(again(*arguments)[1], expected, rtol=1e-6)
 
 
-def solver(*, prints: bool = False):
+def solver(layers: int = 8, *, prints: bool = False):
     """Gradient descent in a `while`, until the loss is small: how many steps that are depends on the data."""
 
     def loss(params, x):
@@ -119,7 +119,7 @@ def solver(*, prints: bool = False):
 
         return lax.while_loop(going_on, turn, (params, jnp.float32(1), 0))
 
-    return step, ([models.normal(i, 16, 16) for i in range(8)], models.normal(20, 512, 16))
+    return step, ([models.normal(i, 16, 16) for i in range(layers)], models.normal(20, 512, 16))
 
 
 def solver_of_layers():
@@ -172,7 +172,7 @@ def test_a_gradient_inside_a_loop_is_divided_into_segments_there(name: str) -> N
 
 
 def test_a_while_loop_on_a_gpu_needs_less() -> None:
-    step, arguments = solver()
+    step, arguments = solver(16)
     planned, plain = remat_opt.optimize(step, target="h200", verify=False), jax.jit(step)
     assert temporary_bytes(planned, arguments) < 0.6 * temporary_bytes(plain, arguments)
 

@@ -223,10 +223,10 @@ def of_layers(budget: float | None = None, offload: bool = True, bandwidth: floa
 @pytest.mark.xdist_group("layers")
 def test_the_compiler_moves_what_the_plan_says() -> None:
     """On a fast link, which hides many copies."""
-    plan, alone = of_layers(0.5).plan(*LAYERS), of_layers(0.5, offload=False).plan(*LAYERS)
+    plan, alone = of_layers(0.4).plan(*LAYERS), of_layers(0.4, offload=False).plan(*LAYERS)
     assert plan.measured is not None
     assert plan.plain_measured is not None
-    assert plan.measured.temp_bytes <= 0.5 * plan.plain_measured.temp_bytes
+    assert plan.measured.temp_bytes <= 0.4 * plan.plain_measured.temp_bytes
     assert plan.predicted.host_bytes >= 2 * ROWS
     assert plan.measured.host_temp_bytes == pytest.approx(plan.predicted.host_bytes, rel=0.02)
     assert plan.measured.temp_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.1)
@@ -242,7 +242,9 @@ def test_what_goes_to_the_host_is_reported(tmp_path: Any) -> None:
     measured = remat_opt.measure(function, *LAYERS)
     assert "temporary memory of the host" in str(measured)
     plan = function.plan(*LAYERS)
-    names = {function.ask(name_of, LAYERS, {})(one.value) for one in plan.transfers}
+    (turn,) = plan.choice.boundaries
+    names = {function.ask(name_of, LAYERS, {})(one.value) for one in plan.transfers if one.gone < turn}
+    assert names
     assert names <= set(plan.saved)
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
@@ -254,7 +256,7 @@ def name_of(inner: Any, args: tuple, kwargs: dict) -> Any:
 
 @pytest.mark.xdist_group("layers")
 def test_a_plan_with_transfers_is_used_and_a_damaged_one_refused() -> None:
-    plan = of_layers(0.5).plan(*LAYERS)
+    plan = of_layers(0.4).plan(*LAYERS)
     again = optimize(jax.jit(layers_step, donate_argnums=0), target="h200", plan=plan).plan(*LAYERS)
     assert again.transfers == plan.transfers
     document = json.loads(plan.to_json())
