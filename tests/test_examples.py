@@ -73,9 +73,6 @@ BLOCKS = {  # `nn.remat` regions in the small twins
 }
 LOOPS = ["gpt2_scan", "lstm_scan"]
 
-# The CPU's compiler takes most of the time otherwise; values are not compared with any that were compiled differently.
-QUICK = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
-
 
 def count(network: nn.Module, inputs: Any) -> int:
     variables = jax.eval_shape(lambda x: network.init(jax.random.key(0), x, False), inputs)
@@ -149,7 +146,7 @@ def filled(shapes: Any) -> Any:
 
 
 def compiled(example: TrainingExample) -> Callable[..., Any]:
-    return jax.jit(example.train_step).lower(*example.abstract_args).compile(compiler_options=QUICK)
+    return jax.jit(example.train_step).lower(*example.abstract_args).compile()
 
 
 @cache
