@@ -16,10 +16,6 @@ from remat_opt.trace import compat
 
 Values = Sequence[Any]
 
-# Compiler options for steps of which nothing but values is asked: the older way to make code of fused ops takes a third
-# of the time. Memory is measured as users compile. From jax 0.11 on there is no other way than theirs.
-VALUES_ONLY: dict[str, Any] = {"xla_cpu_use_fusion_emitters": False} if jax.__version_info__ < (0, 11) else {}
-
 Apply = Callable[[Any, Values], "Values | None"]
 """Does one equation on values, in place of JAX; None where JAX is to do it."""
 

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from checks import assert_close, checkpoints_in
 from jax.sharding import Mesh, PartitionSpec
-from op_by_op import VALUES_ONLY
 
 import remat_opt
 from remat_opt.trace import compat
@@ -18,8 +17,6 @@ from remat_opt.trace import compat
 pytestmark = pytest.mark.short
 
 DEPTH, WIDTH, BATCH = 5, 8, 16
-
-compiled = partial(jax.jit, compiler_options=VALUES_ONLY)  # nothing here asks for memory
 
 
 def params_of(depth: int = DEPTH) -> list[dict[str, jax.Array]]:
@@ -76,7 +73,7 @@ TRANSFORMS = {
 def test_transforms_give_the_same(transform: str) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), 2e-5)
+    assert_close(jax.jit(apply(remat_opt.checkpoint(loss)))(*args), jax.jit(apply(loss))(*args), 2e-5)
 
 
 @pytest.mark.parametrize("transform", ["call", "value_and_grad", "vmap"])
@@ -91,8 +88,8 @@ def test_a_layer_gives_the_same(transform: str) -> None:
     args = data()
     layer = remat_opt.checkpoint(network)
     apply = TRANSFORMS[transform]
-    ours = compiled(apply(lambda p, x: (layer(p, x) ** 2).mean()))(*args)
-    assert_close(ours, compiled(apply(loss))(*args), 2e-5)
+    ours = jax.jit(apply(lambda p, x: (layer(p, x) ** 2).mean()))(*args)
+    assert_close(ours, jax.jit(apply(loss))(*args), 2e-5)
 
 
 def test_the_functions_of_these_tests_are_divided() -> None:
@@ -117,7 +114,7 @@ def test_in_shard_map_with_a_collective_inside() -> None:
     for fun in (loss, loss_with_collective):
         checkpointed = total(remat_opt.checkpoint(fun))
         assert checkpoints_in(checkpointed, params, x) > 1  # divided, and not one checkpoint round what failed
-        assert_close(compiled(jax.grad(checkpointed))(params, x), compiled(jax.grad(total(fun)))(params, x))
+        assert_close(jax.jit(jax.grad(checkpointed))(params, x), jax.jit(jax.grad(total(fun)))(params, x))
 
 
 def vmapped_inside(params: Any, x: jax.Array) -> jax.Array:
@@ -176,8 +173,8 @@ def complex_numbers(params: Any, x: jax.Array) -> jax.Array:
 def test_gradients_of_other_functions_are_the_same(fun: Callable) -> None:
     args, has_aux = data(), fun is with_more_results
     ours, theirs = (jax.value_and_grad(f, has_aux=has_aux) for f in (remat_opt.checkpoint(fun), fun))
-    expected = compiled(theirs)(*args)
-    assert_close(compiled(ours)(*args), expected, 1e-5, 1e-5)
+    expected = jax.jit(theirs)(*args)
+    assert_close(jax.jit(ours)(*args), expected, 1e-5, 1e-5)
     if has_aux:
         assert_close(ours(*args), expected, 1e-5, 1e-5)
     assert checkpoints_in(remat_opt.checkpoint(fun), *args) >= 2
@@ -185,8 +182,8 @@ def test_gradients_of_other_functions_are_the_same(fun: Callable) -> None:
 
 def test_bfloat16() -> None:
     params, x = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), data())
-    expected = compiled(jax.grad(loss))(params, x)
-    assert_close(compiled(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, 0.05, 0.05)
+    expected = jax.jit(jax.grad(loss))(params, x)
+    assert_close(jax.jit(jax.grad(remat_opt.checkpoint(loss)))(params, x), expected, 0.05, 0.05)
 
 
 def test_under_vmap_with_an_axis_name() -> None:
@@ -198,8 +195,8 @@ def test_under_vmap_with_an_axis_name() -> None:
     def mean(fun):
         return lambda p, x: jax.vmap(partial(fun, p), axis_name="rows")(x).mean()
 
-    ours = compiled(jax.grad(mean(remat_opt.checkpoint(fun))))(params, x)
-    assert_close(ours, compiled(jax.grad(mean(fun)))(params, x))
+    ours = jax.jit(jax.grad(mean(remat_opt.checkpoint(fun))))(params, x)
+    assert_close(ours, jax.jit(jax.grad(mean(fun)))(params, x))
 
 
 # Under jax_remat3
@@ -220,7 +217,7 @@ def remat3():
 def test_remat3_gives_the_same(transform: str, remat3: None) -> None:
     args = data()
     apply = TRANSFORMS[transform]
-    assert_close(compiled(apply(remat_opt.checkpoint(loss)))(*args), compiled(apply(loss))(*args), 2e-5)
+    assert_close(jax.jit(apply(remat_opt.checkpoint(loss)))(*args), jax.jit(apply(loss))(*args), 2e-5)
 
 
 def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.WarningsRecorder) -> None:
@@ -248,6 +245,6 @@ def test_remat3_checkpoints_of_the_user_are_replaced_or_kept(remat3: None) -> No
     assert replaced.plan(*args).saved == remat_opt.checkpoint(plain).plan(*args).saved
     replaced_jaxpr, kept_jaxpr = (str(jax.make_jaxpr(fun)(*args)) for fun in (replaced, kept))
     assert kept_jaxpr.count("RematTraced[") >= 4 + replaced_jaxpr.count("RematTraced[")
-    expected = compiled(jax.grad(plain))(*args)
+    expected = jax.jit(jax.grad(plain))(*args)
     for checkpointed in (replaced, kept):
-        assert_close(compiled(jax.grad(checkpointed))(*args), expected, 2e-5)
+        assert_close(jax.jit(jax.grad(checkpointed))(*args), expected, 2e-5)

@@ -34,7 +34,11 @@ from remat_opt.targets.options import compiler_options_for
 from remat_opt.trace import compat
 
 # XLA's own, not `conftest`'s: with these the loops are rounded alike, to the bit.
-AS_USERS_COMPILE = {"xla_backend_optimization_level": 3, "xla_llvm_disable_expensive_passes": False}
+AS_USERS_COMPILE = {
+    "xla_backend_optimization_level": 3,
+    "xla_llvm_disable_expensive_passes": False,
+    "xla_backend_extra_options": "",
+}
 
 
 def temporary_bytes(jitted, arguments, target="h200"):

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 from loop_models import MODELS
-from op_by_op import VALUES_ONLY, assert_same_arithmetic
+from op_by_op import assert_same_arithmetic
 
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import Rates
@@ -77,7 +77,7 @@ def as_jaxpr(program):
 
 
 def run(program, leaves):
-    return [np.asarray(value) for value in jax.jit(function_of(program), compiler_options=VALUES_ONLY)(*leaves)]
+    return [np.asarray(value) for value in jax.jit(function_of(program))(*leaves)]
 
 
 @pytest.fixture(scope="module")

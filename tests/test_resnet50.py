@@ -38,25 +38,33 @@ def steps(example):
     }
 
 
-@ON_THE_CPU
-@pytest.mark.parametrize("donate", [(), (0,)])
-def test_the_cpu_step_takes_a_third_of_the_memory_and_less_than_blocks_by_hand(example, steps, donate) -> None:
-    plain, ours = (temp_bytes(step, *example.abstract_args) for step in steps[donate])
+@pytest.fixture(scope="module")
+def by_hand_bytes() -> int:
+    """Of the step with every block in `nn.remat`; donated it takes more."""
     by_hand = image_classifier("resnet50", batch=8, size=128, remat=True)
     options = {"xla_disable_hlo_passes": "cse_barrier_expander"}
-    by_blocks = jax.jit(by_hand.train_step, donate_argnums=donate, compiler_options=options)
+    by_blocks = jax.jit(by_hand.train_step, compiler_options=options)
+    return temp_bytes(by_blocks, *by_hand.abstract_args)
+
+
+@ON_THE_CPU
+@pytest.mark.parametrize("donate", [(), (0,)])
+def test_the_cpu_step_takes_a_third_of_the_memory_and_less_than_blocks_by_hand(
+    example, steps, by_hand_bytes, donate
+) -> None:
+    plain, ours = (temp_bytes(step, *example.abstract_args) for step in steps[donate])
     assert ours <= 0.34 * plain
-    assert ours < temp_bytes(by_blocks, *by_hand.abstract_args)
+    assert ours < by_hand_bytes
     assert ours < 109 * MB
 
 
 @ON_THE_CPU
-def test_the_cpu_step_computes_the_same_bits_for_three_steps(example, steps) -> None:
+def test_the_cpu_step_computes_the_same_bits_for_two_steps(example, steps) -> None:
     batch = example.batch()
     states = []
     for step in steps[()]:
         state, losses = example.init(), []
-        for _ in range(3):
+        for _ in range(2):
             state, loss = step(state, *batch)
             losses.append(loss)
         states.append(jax.tree.leaves((state, losses)))

@@ -1,8 +1,11 @@
 """The process that compiles for a target: what reaches it, how it ends, and the answer where a compiler is missing."""
 
+import dataclasses
 import os
 from pathlib import Path
+from typing import Any
 
+import jax
 import pytest
 from test_targets import SMALL, double
 
@@ -16,11 +19,13 @@ from remat_opt.targets import (
     remote,
     resolve_target,
 )
+from remat_opt.targets import worker as target_worker
 from remat_opt.targets.export import export_flat
 from remat_opt.targets.remote import child_environment, shared_worker
 
 
 def test_what_steers_the_parents_compilers_does_not_reach_the_child(monkeypatch: pytest.MonkeyPatch) -> None:
+    jax.devices()  # the parent has read its own
     for name, value in {
         "JAX_PLATFORMS": "nonsense",
         "XLA_FLAGS": "--xla_no_such_flag=true",
@@ -69,6 +74,52 @@ def test_the_live_child_is_used_again_and_can_be_ended() -> None:
     assert not worker.alive
     measure_flat(double, SMALL, target=target)
     assert shared_worker(target) is not worker
+
+
+def test_no_kernel_is_made_twice_and_the_figures_are_the_same() -> None:
+    target = resolve_target("h200")
+    with Worker(target) as worker:
+        folder = Path(worker._kernels.name)
+        found = [measure_flat(double, SMALL, target=target, worker=worker) for _ in range(2)]
+        (file,) = folder.iterdir()
+        assert b"ELF" in file.read_bytes()
+        made = file.stat().st_mtime_ns
+        found.append(measure_flat(double, SMALL, target=target, worker=worker))
+        assert file.stat().st_mtime_ns == made
+    assert not folder.exists()
+    without = measure_flat(double, SMALL, target=target, compiler_options={"xla_gpu_kernel_cache_file": ""})
+    assert len({dataclasses.replace(one, compile_seconds=0.0) for one in (*found, without)}) == 1
+
+
+class Lowered:
+    """Says which options it was compiled with, and refuses some."""
+
+    def __init__(self, refused: str):
+        self.refused, self.asked = refused, []
+
+    def compile(self, compiler_options: dict[str, Any] | None) -> list[str]:
+        self.asked.append(list(compiler_options or {}))
+        if self.refused in self.asked[-1]:
+            raise ValueError(f"No such compile option: '{self.refused}'")
+        return self.asked[-1]
+
+
+def test_a_compiler_that_keeps_no_kernels_compiles_without(tmp_path: Path) -> None:
+    kept, apart = "xla_gpu_kernel_cache_file", "xla_gpu_enable_llvm_module_compilation_parallelism"
+    for refused, expected in (("no", [kept, apart, "xla_a"]), (apart, [kept, "xla_a"]), (kept, ["xla_a"])):
+        assert target_worker._compiled(Lowered(refused), {"xla_a": 1}, str(tmp_path / "kernels")) == expected
+    with pytest.raises(ValueError, match="xla_a"):
+        target_worker._compiled(Lowered("xla_a"), {"xla_a": 1}, str(tmp_path / "kernels"))
+    assert target_worker._compiled(Lowered("no"), {}, None) == []
+
+
+def test_too_many_kernels_are_forgotten(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "kernels"
+    file.write_bytes(bytes(8))
+    for most, is_there in ((8, True), (7, False)):
+        monkeypatch.setattr(target_worker, "_MOST_KERNEL_BYTES", most)
+        target_worker._compiled(Lowered("no"), {}, str(file))
+        assert file.exists() == is_there
 
 
 def test_a_child_that_dies_says_its_last_words() -> None:

@@ -227,8 +227,8 @@ def equinox_case() -> StepCase:
         updates, opt_state = optimizer.update(grads, opt_state, eqx.filter(model, eqx.is_array))
         return eqx.apply_updates(model, updates), opt_state, loss
 
-    def make_args() -> tuple:
-        model = eqx.nn.MLP(INPUTS, OUTPUTS, WIDTH, depth=12, activation=jax.nn.gelu, key=jax.random.key(0))
+    def make_args(hidden_layers: int = 12) -> tuple:
+        model = eqx.nn.MLP(INPUTS, OUTPUTS, WIDTH, depth=hidden_layers, activation=jax.nn.gelu, key=jax.random.key(0))
         return model, optimizer.init(eqx.filter(model, eqx.is_array)), *vectors(np.random.default_rng(0))
 
     return StepCase("equinox", step, make_args)
@@ -242,8 +242,8 @@ def vjp_case() -> StepCase:
         (grads,) = pull_back(2 * (predictions - y) / y.size)
         return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), squared_error(predictions, y)
 
-    def make_args() -> tuple:
-        state, x, y = mlp_args(optax.identity())
+    def make_args(hidden_layers: int = 12) -> tuple:
+        state, x, y = mlp_args(optax.identity(), hidden_layers)
         return state.params, x, y
 
     return StepCase("vjp", step, make_args)
@@ -362,13 +362,16 @@ STEPS: dict[str, Callable[[], StepCase]] = {
 TRANSFORMERS = ("transformer", "dropout", "checkpoint_blocks", "checkpoint_policy", "hand_written_attention")
 # Sizes at which a test sees the same, sooner; the benchmarks keep figures of the full ones.
 SMALLER: dict[str, dict[str, int]] = {
-    **{name: {"layers": 4, "batch": 8} for name in TRANSFORMERS},
+    **{name: {"layers": 3, "batch": 8} for name in TRANSFORMERS},
     "mlp": {"hidden_layers": 12},
-    "gan": {"hidden_layers": 5},
-    "nnx": {"hidden_layers": 5},
-    "nnx_jit": {"hidden_layers": 5},
-    "mixed_precision": {"hidden_layers": 8},
-    "micro_batches": {"hidden_layers": 8},
+    "gan": {"hidden_layers": 4},
+    "nnx": {"hidden_layers": 4},
+    "nnx_jit": {"hidden_layers": 4},
+    "equinox": {"hidden_layers": 8},
+    "vjp": {"hidden_layers": 8},
+    "has_aux": {"hidden_layers": 8},
+    "mixed_precision": {"hidden_layers": 7},
+    "micro_batches": {"hidden_layers": 7},
 }
 
 

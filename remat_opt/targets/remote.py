@@ -61,6 +61,7 @@ class Worker:
         self.platform = target.platform
         self._lock = threading.Lock()
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  (as long as the process)
+        self._kernels = tempfile.TemporaryDirectory(prefix="remat_opt-")
         self._process = subprocess.Popen(
             [sys.executable, "-P", str(_WORKER_FILE)],
             stdin=subprocess.PIPE,
@@ -98,6 +99,7 @@ class Worker:
             self._requests.close()
         self._answers.close()
         self._errors.close()
+        self._kernels.cleanup()
 
     def compile(
         self,
@@ -132,6 +134,7 @@ class Worker:
             "mesh": program.mesh,
             "keep_unused": program.keep_unused,
             "compiler_options": dict(compiler_options or {}),
+            "kernels": self._kernel_file(target) if self.platform == "cuda" else None,
             "program_bytes": len(program.serialised),
         }
         with self._lock:
@@ -147,6 +150,10 @@ class Worker:
             return figures_of(reply["figures"], target, note=program.note)
         note = "; ".join(filter(None, (_ABSENT_GPU, program.note)))
         return figures_of(reply["figures"], target, autotuned=False, note=note)
+
+    def _kernel_file(self, target: Target) -> str:
+        """Where the kernels of one kind of device are kept."""
+        return str(Path(self._kernels.name) / target.name.partition(":")[0])
 
     def _ask(self, request: dict[str, Any], serialised: bytearray, target: Target) -> dict[str, Any]:
         """Send one program and wait for the answer."""

@@ -23,6 +23,10 @@ from typing import Any
 # A bitcast computes nothing.
 _RECOMPUTED = re.compile(r"^\s*(?:ROOT )?%?[\w.-]+\.remat\d*(?:\.\d+)* = (?!.* bitcast\()", re.MULTILINE)
 
+_MOST_KERNEL_BYTES = 64 * 2**20  # XLA reads the whole file for each program
+# Without it XLA before jax 0.12 keeps no kernels; a later one has no such option.
+_MODULES_APART = {"xla_gpu_enable_llvm_module_compilation_parallelism": True}
+
 _DISTRIBUTIONS = {
     "cpu": ("jaxlib",),
     "cuda": ("jax-cuda13-pjrt", "jax-cuda12-pjrt", "jaxlib"),
@@ -111,6 +115,25 @@ def _shardings(exported: Any, axes: list[list[Any]], devices: Any) -> tuple[list
     return given, list(exported.out_shardings_jax(mesh))
 
 
+def _compiled(lowered: Any, options: dict[str, Any], kernels: str | None) -> Any:
+    """What was lowered, compiled; no kernel is made twice, for most of a program are in another form of the same step.
+
+    Making kernels takes most of the time, and no figure depends on them.
+    """
+    if kernels:
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.getsize(kernels) > _MOST_KERNEL_BYTES:
+                os.remove(kernels)
+        kept = {"xla_gpu_kernel_cache_file": kernels}
+        for ours in ({**kept, **_MODULES_APART}, kept):
+            try:
+                return lowered.compile(compiler_options={**ours, **options})
+            except Exception as error:
+                if "No such compile option" not in str(error):
+                    break  # what the compiler says without ours is the answer
+    return lowered.compile(compiler_options=options or None)
+
+
 def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> dict[str, Any]:
     """Compile one exported program for the devices, and read the compiler's figures."""
     import jax
@@ -134,7 +157,7 @@ def _compile(request: dict[str, Any], serialised: bytearray, devices: Any) -> di
     jitted = jax.jit(program, donate_argnums=donated, keep_unused=True, out_shardings=out_shardings)
     lowered = jitted.lower(*arguments)
     start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=request["compiler_options"] or None)
+    compiled = _compiled(lowered, request["compiler_options"], request["kernels"])
     return compiled_figures(compiled, request["platform"], time.perf_counter() - start)
 
 
