@@ -1,7 +1,14 @@
-"""Pictures of one row: memory over the step before and after, and memory against FLOPs."""
+"""Pictures of plans: memory and the largest tensors over the step, and memory against FLOPs.
+
+    python -m benchmarks.pictures                          # those that the pages show beside the tables' own
+    python -m benchmarks.pictures gpt_h200_offload
+
+Those of a table's rows come with `python -m benchmarks.run … --pictures`. Steps are planned again, nothing is compiled.
+"""
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import warnings
 from collections.abc import Mapping
@@ -12,6 +19,13 @@ import remat_opt
 from benchmarks.tables import POLICIES, Row
 from benchmarks.variants import example_of
 from remat_opt.report import pictures as drawing
+
+PICTURES = Path(__file__).resolve().parent.parent / "docs" / "pictures"
+STEPS: Mapping[str, tuple[Row, dict[str, Any]]] = {
+    "gpt_h200_offload": (Row("gpt"), {"budget": 0.3, "offload": True}),
+    "gpt_scan_h200_step": (Row("gpt_scan"), {}),
+}
+"""Pictures of single steps, with what `optimize` is told."""
 
 _OURS, _OTHERS = "#1f6fb4", "#c1622d"
 
@@ -28,18 +42,24 @@ def draw_row(row: Row, target: str, results: Mapping[str, Mapping[str, Any]], fo
     Returns:
         The files: `<network>_<target>_step.png` and `<network>_<target>_frontier.png`.
     """
-    example = example_of(row)
     folder.mkdir(parents=True, exist_ok=True)
     step, frontier = (folder / f"{row.network}_{target}_{name}.png" for name in ("step", "frontier"))
+    optimized, args = draw_step(row, step, target=target)
+    found = remat_opt.frontier(optimized, *args, target=target)
+    draw_frontier(f"{row.network} on {target}", found, results, frontier)
+    return [step, frontier]
+
+
+def draw_step(row: Row, path: Path, **options: Any) -> tuple[Any, tuple]:
+    """Draw a row's step, planned with some options of `optimize`; the planned step and its arguments."""
+    example = example_of(row)
     optimized = remat_opt.optimize(
-        example.train_step, target=target, verify=False, donate_argnums=example.donate_argnums
+        example.train_step, verify=False, donate_argnums=example.donate_argnums, **{"target": "h200", **options}
     )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", remat_opt.RematWarning)
-        optimized.explain(*example.abstract_args).save(step)
-    found = remat_opt.frontier(optimized, *example.abstract_args, target=target)
-    draw_frontier(f"{row.network} on {target}", found, results, frontier)
-    return [step, frontier]
+        optimized.explain(*example.abstract_args).save(path)
+    return optimized, example.abstract_args
 
 
 def draw_frontier(
@@ -104,3 +124,17 @@ def _labels(points: Mapping[str, tuple[float, float]], wide: float, high: float)
 
 def _axes_of(points: Mapping[str, tuple[float, float]]) -> tuple[list[float], list[float]]:
     return [extra for extra, _ in points.values()], [size for _, size in points.values()]
+
+
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(STEPS), help=f"of {', '.join(STEPS)}; default: all")
+    for name in parser.parse_args().names:
+        row, options = STEPS[name]
+        draw_step(row, PICTURES / f"{name}.png", **options)
+        print(PICTURES / f"{name}.png", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -230,11 +230,11 @@ def main() -> None:
     _show(options.table, options.target, rows, options)
     file = file_of(options.table, options.target, options.results)
     if options.pictures:
-        from benchmarks.pictures import draw_row
+        from benchmarks.pictures import PICTURES, draw_row
 
         for row in rows:
             results = load(file).get(row.key, {})
-            for picture in draw_row(row, options.target, results, ROOT / "docs" / "pictures"):
+            for picture in draw_row(row, options.target, results, PICTURES):
                 print(picture)
     print(to_markdown(options.table, options.target, TABLES[options.table], load(file)))
 

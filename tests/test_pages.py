@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import remat_opt
-from benchmarks.run_pages import BLOCK, ROOT, pages, run, run_in_child
+from benchmarks.run_pages import BLOCK, ROOT, differences, pages, run, run_in_child
 
 DOCS = ROOT / "docs"
 FENCE = re.compile(r"^ *```+ *python", re.MULTILINE)
@@ -17,8 +17,8 @@ def name_of(page: Path) -> str:
 
 
 @pytest.mark.parametrize("page", pages(), ids=name_of)
-def test_the_examples_of_a_page_run(page: Path) -> None:
-    ran = run_in_child(page)
+def test_the_examples_of_a_page_run_and_print_what_it_shows(page: Path) -> None:
+    ran = run_in_child(page, "--check")
     assert ran.returncode == 0, ran.stderr
 
 
@@ -37,6 +37,66 @@ def test_what_a_block_prints_is_written_behind_it() -> None:
 def test_a_block_that_prints_nothing_and_says_so_is_refused() -> None:
     with pytest.raises(ValueError, match=r"expected the block at page.md, line 2, to print something"):
         run(Path("page.md"), "```python\n1\n```\n\n```text\nold\n```\n", {})
+
+
+SHOWN = """
+```python
+report()
+```
+
+```text
+step for h200, jax 0.10.2, jaxlib 0.10.2
+
+temporary memory           163.8 MB      23.3 MB    −86 %
+compiling                    678 ms       1.78 s
+12 ops of layer2/add#3 in 5 segments take 0.1 % of 2,000 MB and 2.23e+09 FLOPs
+   ▄▅▅█ after
+Planning took: tracing 69.9 ms, timing plans 2 min 05 s.
+```
+"""
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("163.8 MB", "165.8 MB"),
+        ("−86 %", "−85 %"),
+        ("0.1 %", "0.2 %"),
+        ("2.23e+09", "2.24e+09"),
+        ("2,000 MB", "1,990 MB"),
+        ("678 ms       1.78 s", "23 µs  2 min 05 s"),
+        ("69.9 ms", "1.1 s"),
+        ("jax 0.10.2, jaxlib 0.10.2", "jax 0.10.3, jaxlib 0.10.3"),
+        ("▄▅▅█", "▄▅█▅█"),
+        ("163.8 MB      23.3", "163.8   MB 23.3"),
+    ],
+)
+def test_figures_may_differ_a_little_and_times_and_versions_at_will(old: str, new: str) -> None:
+    assert old in SHOWN
+    assert differences(SHOWN, SHOWN.replace(old, new)) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("163.8 MB", "168.8 MB"),
+        ("163.8 MB", "163.8 kB"),
+        ("−86 %", "−83 %"),
+        ("−86 %", "+86 %"),
+        ("in 5", "in 6"),
+        ("layer2", "layer3"),
+        ("add#3", "add#4"),
+        ("temporary", "physical"),
+        ("tracing", "searching"),
+        ("2.23e+09", "2.23e+08"),
+        (" and 2.23e+09 FLOPs", ""),
+        ("h200", "h100"),
+    ],
+)
+def test_other_words_and_figures_are_told(old: str, new: str) -> None:
+    assert old in SHOWN
+    (line,) = differences(SHOWN, SHOWN.replace(old, new))
+    assert line.startswith("line 7: after ")
 
 
 def test_errors_point_to_the_line_of_the_page() -> None:

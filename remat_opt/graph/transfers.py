@@ -59,15 +59,20 @@ def stalls(graph: Graph, schedule: Schedule, bandwidth: float) -> float:
     return late
 
 
-def host_peak(graph: Graph, schedule: Schedule) -> int:
-    """The most bytes of the host's memory that copies take at one moment: from where a value is made to where its last
-    copy back is done."""
+def host_live(graph: Graph, schedule: Schedule) -> np.ndarray:
+    """Bytes of the host's memory that copies take while each op runs, in order, and at the end: a copy is there from
+    where its value is made to where its last copy back is done."""
     change = np.zeros(len(schedule.order) + 1, dtype=np.int64)
     last = {one.value: read for one, read in sorted(first_reads(graph, schedule).items())}
     for value, place in _places_made(graph, schedule).items():
         change[place] += graph.sizes[value]
         change[last[value]] -= graph.sizes[value]
-    return int(np.cumsum(change).max(initial=0))
+    return np.cumsum(change)
+
+
+def host_peak(graph: Graph, schedule: Schedule) -> int:
+    """The most bytes of the host's memory that copies take at one moment."""
+    return int(host_live(graph, schedule).max(initial=0))
 
 
 def _places_made(graph: Graph, schedule: Schedule) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """What a user reads: `explain` in text and pictures.
 
 `explain.py` builds the explanation from `findings.py` (what there is to say) and `saved.py` (why a tensor is saved).
-`text.py` writes what is printed, `pictures.py` draws it, `curves.py` is the curve of live memory in both, and
-`notebook.py` writes HTML for notebooks. `units.py` writes bytes, FLOPs and seconds. `devices.py` is the table of
-devices.
+`text.py` writes what is printed, `pictures.py` draws it; `curves.py` is the curve of live memory in both, `lives.py`
+says where the largest tensors are at each time. `notebook.py` writes HTML for notebooks. `units.py` writes bytes, FLOPs
+and seconds. `devices.py` is the table of devices.
 """

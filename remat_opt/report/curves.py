@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import Liveness
 from remat_opt.graph.schedule import Schedule
+from remat_opt.graph.transfers import host_live
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _RECOMPUTING = "━"
@@ -57,11 +59,31 @@ def curve_of(graph: Graph, schedule: Schedule, liveness: Liveness) -> Curve:
         raise ValueError(
             f"expected the liveness of this schedule, with {len(durations) + 1} positions; got {len(liveness.live)}"
         )
+    return Curve(_begins(durations), np.asarray(liveness.live), np.array([*recomputed, False]))
+
+
+def host_curve(graph: Graph, schedule: Schedule, loops: Mapping[int, int]) -> Curve:
+    """Bytes in the host's memory over the same time; its positions are the ops and the return, without barriers.
+
+    Args:
+        graph: the step.
+        schedule: whose transfers are counted.
+        loops: bytes of the stacks that loops put into the host's memory for another loop, by value.
+    """
+    live, order = host_live(graph, schedule), schedule.order
+    place = {op: at for at, op in reversed([*enumerate(order)])}  # of an op's first run
+    for value, size in loops.items():
+        readers = [place[user] for user in graph.users[value]]
+        live[place[graph.producer[value]] : max(readers, default=len(order) - 1) + 1] += size
+    return Curve(_begins([graph.ops[op].seconds for op in order]), live, np.zeros(len(live), dtype=bool))
+
+
+def _begins(durations: Sequence[float]) -> np.ndarray:
+    """When each position begins, the return among them, and the end of that."""
     lengths = np.array([*durations, 0.0])
     if not lengths.sum():
         lengths = np.ones(len(lengths))
-    begins = np.concatenate([[0.0], np.cumsum(lengths)])
-    return Curve(begins, np.asarray(liveness.live), np.array([*recomputed, False]))
+    return np.concatenate([[0.0], np.cumsum(lengths)])
 
 
 def draw(curve: Curve, *, width: int, height: int, seconds: float, top: int) -> list[str]:

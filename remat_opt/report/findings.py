@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from collections.abc import Mapping
 
 from remat_opt.graph.graph import Graph
@@ -11,7 +12,8 @@ from remat_opt.graph.liveness import Liveness, simulate
 from remat_opt.graph.schedule import save_everything
 from remat_opt.loops.choose import WrittenPair
 from remat_opt.planner.plan import Plan
-from remat_opt.report.curves import Curve, curve_of
+from remat_opt.report.curves import Curve, curve_of, host_curve
+from remat_opt.report.lives import Life, lives_of
 from remat_opt.report.saved import Group, held_values, saved_groups
 from remat_opt.targets.devices import TARGETS
 
@@ -41,6 +43,9 @@ class Findings:
         loops: pairs of forward and backward loops that are rewritten.
         flops_note: what has to be known of the FLOPs; empty if nothing.
         is_divided: whether the step runs on several devices; predictions are then of all of them together.
+        tensors: name of each value.
+        loop_ops: what each loop of the planned step is, by its op.
+        stacks: bytes of what loops put into the host's memory for another loop, by value.
     """
 
     plan: Plan
@@ -53,6 +58,9 @@ class Findings:
     loops: tuple[WrittenPair, ...] = ()
     flops_note: str = ""
     is_divided: bool = False
+    tensors: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    loop_ops: Mapping[int, str] = dataclasses.field(default_factory=dict)
+    stacks: Mapping[int, int] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def before(self) -> Curve:
@@ -64,6 +72,27 @@ class Findings:
     def after(self) -> Curve:
         """Live memory over the planned step; the same as `before` where nothing is recomputed."""
         return self.before if self.plan.is_plain else curve_of(self.graph, self.plan.schedule, self.rewritten)
+
+    @functools.cached_property
+    def on_host(self) -> Curve:
+        """Bytes in the host's memory over the planned step."""
+        return host_curve(self.graph, self.plan.schedule, self.stacks)
+
+    @functools.cached_property
+    def lives(self) -> list[Life]:
+        """Where the largest tensors of the planned step are, and when."""
+        curve = curve_of(self.graph, self.plan.schedule, self.rewritten)
+        return lives_of(self.graph, self.plan.schedule, self.rewritten, curve, self.tensors, self.stacks)
+
+    @functools.cached_property
+    def loop_times(self) -> list[tuple[float, float, str]]:
+        """Begin and end of each run of a loop in the planned step, in seconds, with what it is."""
+        schedule = self.plan.schedule
+        ends = list(itertools.accumulate(self.graph.ops[op].seconds for op in schedule.order))
+        begins = [0.0, *ends]
+        return [
+            (begins[at], ends[at], self.loop_ops[op]) for at, op in enumerate(schedule.order) if op in self.loop_ops
+        ]
 
     @property
     def peak_bytes(self) -> int:
