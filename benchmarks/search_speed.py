@@ -21,9 +21,9 @@ from rich.table import Table
 
 from remat_opt.examples import make_example
 from remat_opt.graph.build import build
-from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
 from remat_opt.search import Problem, feng_huang, search_of
+from remat_opt.planner.prepared import rates_of
 from remat_opt.targets import resolve_target
 from remat_opt.trace.inline import inline
 
@@ -36,7 +36,7 @@ def graph_of(step, arguments) -> tuple[Graph, int]:
     program = inline(traced.jaxpr)
     target = resolve_target("h200")
     donated = tuple(leaf.donated for leaf in jax.tree.leaves(traced.args_info))
-    return build(program, Rates(target.bandwidth, target.flops), donated).graph, len(program.equations)
+    return build(program, rates_of(target), donated).graph, len(program.equations)
 
 
 def frontier_seconds(graph: Graph) -> tuple[float, str]:

@@ -8,8 +8,8 @@ from training_steps import STEPS, smaller_case
 
 from remat_opt.examples import EXAMPLES, make_example
 from remat_opt.graph.build import build
-from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Graph
+from remat_opt.planner.prepared import rates_of
 from remat_opt.targets import resolve_target
 from remat_opt.trace.inline import inline
 
@@ -39,5 +39,4 @@ def graph_of(name: str, target: str = "h200", *, small: bool = False) -> Graph:
         jitted: Any = case.step if hasattr(case.step, "trace") else jax.jit(case.step)
         traced = jitted.trace(*case.make_args(), **case.make_kwargs())
     donated = tuple(leaf.donated for leaf in jax.tree.leaves(traced.args_info))
-    device = resolve_target(target)
-    return build(inline(traced.jaxpr), Rates(device.bandwidth, device.flops), donated).graph
+    return build(inline(traced.jaxpr), rates_of(resolve_target(target)), donated).graph

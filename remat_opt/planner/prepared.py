@@ -267,7 +267,7 @@ def prepare(captured: Captured, target: Target, *, keep_scatters: bool = False) 
 
 
 def rates_of(target: Target) -> Rates:
-    """What a target can do, without its host."""
+    """What a graph's costs are made of, without the host's memory."""
     return Rates(
         target.bandwidth,
         target.flops,
