@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import loops, on_gpu
+from benchmarks import loops, on_gpu, page_figures
 from benchmarks.markdown import cut_of
 from benchmarks.pages import megabytes
 from benchmarks.results_file import Results, file_of, load
@@ -41,6 +41,8 @@ REGIONS: dict[str, tuple[Path, ...]] = {
     "demo": (DOCS / "results" / "demo.md",),
     "explain": (DOCS / "results" / "demo.md",),
     "sharded": (DOCS / "how-to" / "sharded.md",),
+    "linen_remat": (DOCS / "checkpoint.md",),
+    "split_devices": (DOCS / "split.md",),
     **dict.fromkeys(("results", "loops", "split", "gpu"), (DOCS / "results" / "index.md",)),
 }
 """Where the text between two comments stands, by their name."""
@@ -322,6 +324,8 @@ FROM_RESULTS: dict[str, Callable[[], str]] = {
     "loops": loops_table,
     "split": split_table,
     "gpu": gpu_table,
+    "linen_remat": page_figures.linen_remat_table,
+    "split_devices": page_figures.split_devices_table,
 }
 """The tables that are made from the kept results, by their name."""
 

@@ -22,8 +22,8 @@ from rich.table import Table
 from remat_opt.examples import make_example
 from remat_opt.graph.build import build
 from remat_opt.graph.graph import Graph
-from remat_opt.search import Problem, feng_huang, search_of
 from remat_opt.planner.prepared import rates_of
+from remat_opt.search import Problem, feng_huang, search_of
 from remat_opt.targets import resolve_target
 from remat_opt.trace.inline import inline
 

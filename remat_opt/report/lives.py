@@ -7,6 +7,8 @@ import enum
 import itertools
 from collections.abc import Iterator, Mapping
 
+import numpy as np
+
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import Buffer, Liveness, simulate
 from remat_opt.graph.schedule import Run, Schedule
@@ -14,6 +16,7 @@ from remat_opt.report.curves import Curve, curve_of
 
 MOST_TENSORS = 20
 SMALLEST_SHARE = 1e-3  # of the peak: a smaller tensor makes no difference that could be seen
+SHORTEST_SHARE = 0.05  # of the step's time: what lives shorter is not saved for the backward pass
 
 
 class Place(enum.Enum):
@@ -51,8 +54,8 @@ def lives_of(
     names: Mapping[int, str],
     stacks: Mapping[int, int],
 ) -> list[Life]:
-    """The tensors that take most memory for the longest time if everything is saved, in the order in which they are
-    made; before them come those that are in the host's memory, up to half of what is shown.
+    """The largest tensors of a step, and up to half as many that are in the host's memory, in the order in which they
+    are made.
 
     Args:
         graph: the step.
@@ -69,9 +72,8 @@ def lives_of(
     for value, gone, back in liveness.on_host:
         away.setdefault(value, []).append((gone, back))
     sizes = {**dict(enumerate(graph.sizes)), **stacks}
-    largest = _largest(graph, schedule)
     on_host = sorted({*away, *stacks}, key=lambda value: (-sizes[value], value))[: MOST_TENSORS // 2]
-    shown = list(dict.fromkeys([*on_host, *largest]))[:MOST_TENSORS]
+    shown = {*on_host, *_largest(graph, schedule)}
     return [
         Life(
             names.get(value, f"value {value}"),
@@ -86,16 +88,26 @@ def lives_of(
 
 
 def _largest(graph: Graph, schedule: Schedule) -> list[int]:
-    """The values that are live at the peak if everything is saved, those with the most bytes times seconds first."""
+    """The largest values that are live at the peak if everything is saved, and not for a moment only.
+
+    Of those that are as large as the last one shown, as in equal layers, some from the first to the last are shown.
+    """
     first = Run(tuple(op for run in schedule.runs if not run.recomputed for op in run.ops))
     everything = simulate(graph, Schedule((first,)))
     begins = curve_of(graph, Schedule((first,)), everything).begins
-    cost = {
-        one.value: one.size * (begins[one.death + 1] - begins[one.birth])
+    there = [
+        one
         for one in everything.at(everything.peak_position)
         if one.size > SMALLEST_SHARE * everything.peak
-    }
-    return sorted(cost, key=lambda value: (-cost[value], value))
+        and begins[one.death + 1] - begins[one.birth] > SHORTEST_SHARE * begins[-1]
+    ]
+    if len(there) <= MOST_TENSORS:
+        return [one.value for one in there]
+    size = there[MOST_TENSORS - 1].size
+    larger = [one.value for one in there if one.size > size]
+    equal = [one.value for one in sorted(there, key=lambda one: one.birth) if one.size == size]
+    places = np.linspace(0, len(equal) - 1, MOST_TENSORS - len(larger)).round().astype(int)
+    return [*larger, *(equal[place] for place in places)]
 
 
 def _spans(buffers: list[Buffer], away: list[tuple[int, int]], is_stack: bool) -> Iterator[tuple[int, int, Place]]:
