@@ -372,7 +372,7 @@ SMALLER: dict[str, dict[str, int]] = {
     **{name: {"layers": 3, "batch": 8} for name in TRANSFORMERS},
     "mlp": {"hidden_layers": 12},
     "gan": {"hidden_layers": 4},
-    "nnx": {"hidden_layers": 4},
+    "nnx": {"hidden_layers": 5},
     "nnx_jit": {"hidden_layers": 4},
     "equinox": {"hidden_layers": 8},
     "vjp": {"hidden_layers": 8},
