@@ -27,6 +27,7 @@ jax.monitoring.register_event_duration_secs_listener(
 )
 
 PARAMS, X = sine_arguments(width=32, layers=8, batch=256)
+FEWER_LAYERS = sine_arguments(width=32, layers=4, batch=256)
 
 
 def figures(fun: Any, *args: Any) -> Any:
@@ -155,21 +156,21 @@ def test_what_was_refused_is_refused_again() -> None:
     optimized = optimize(step, budget=1000)
     for use in (optimized.plan, optimized.lower, optimized, optimized):
         with pytest.raises(InfeasibleBudget):
-            use(PARAMS, X)
+            use(*FEWER_LAYERS)
 
 
 @pytest.mark.parametrize("budget", [1, 0.01], ids=repr)
 def test_what_cannot_be_done_is_refused_with_the_least_that_can(budget: Any) -> None:
     with pytest.raises(InfeasibleBudget) as error:
-        optimize(step, budget=budget)(PARAMS, X)
+        optimize(step, budget=budget)(*FEWER_LAYERS)
     least = error.value.least_bytes
     assert str(least) in str(error.value)
     suggestion = re.search(r"budget=([0-9.]+)[,)]", str(error.value))
     with_suggestion = optimize(step, budget=type(budget)(suggestion[1]))
-    sizes = figures(with_suggestion, PARAMS, X)
-    counted = sizes.temp_size_in_bytes if isinstance(budget, float) else physical_peak(with_suggestion, PARAMS, X)
+    sizes = figures(with_suggestion, *FEWER_LAYERS)
+    counted = sizes.temp_size_in_bytes if isinstance(budget, float) else physical_peak(with_suggestion, *FEWER_LAYERS)
     assert counted <= least
-    assert temp_bytes(optimize(step), PARAMS, X) >= sizes.temp_size_in_bytes
+    assert temp_bytes(optimize(step), *FEWER_LAYERS) >= sizes.temp_size_in_bytes
 
 
 def test_the_suggestion_for_a_step_with_nothing_to_recompute_works_too() -> None:

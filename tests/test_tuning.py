@@ -28,7 +28,7 @@ from remat_opt.planner.planning import decide
 from remat_opt.planner.tuning import MOST_PLANS, Tuner
 from remat_opt.targets import Figures
 
-PARAMS, X = sine_arguments(width=16, layers=6, batch=128)
+PARAMS, X = sine_arguments(width=16, layers=4, batch=128)
 BUDGET = 0.7
 
 

@@ -251,12 +251,19 @@ def vjp_case() -> StepCase:
 
 def random_wiring_case() -> StepCase:
     optimizer = optax.adam(1e-3)
-    wiring = networks.random_wiring(np.random.default_rng(3), nodes=20)
-    step = step_of(lambda p, x: squared_error(networks.randomly_wired(p, wiring, x), jnp.sin(x)), optimizer)
 
-    def make_args() -> tuple:
+    def wiring(nodes: int) -> list[list[int]]:
+        return networks.random_wiring(np.random.default_rng(3), nodes)
+
+    def loss(params: Params, x: jax.Array) -> jax.Array:
+        return squared_error(networks.randomly_wired(params, wiring(len(params)), x), jnp.sin(x))
+
+    step = step_of(loss, optimizer)
+
+    def make_args(nodes: int = 20) -> tuple:
         rng = np.random.default_rng(0)
-        params = [{"gates": jnp.zeros(len(i)), "dense": networks.dense_params(rng, WIDTH, WIDTH)} for i in wiring]
+        dense = partial(networks.dense_params, rng, WIDTH, WIDTH)
+        params = [{"gates": jnp.zeros(len(inputs)), "dense": dense()} for inputs in wiring(nodes)]
         return start(params, optimizer), jnp.asarray(rng.normal(size=(BATCH, WIDTH)), jnp.float32)
 
     return StepCase("random_wiring", step, make_args)
@@ -365,11 +372,12 @@ SMALLER: dict[str, dict[str, int]] = {
     **{name: {"layers": 3, "batch": 8} for name in TRANSFORMERS},
     "mlp": {"hidden_layers": 12},
     "gan": {"hidden_layers": 4},
-    "nnx": {"hidden_layers": 4},
+    "nnx": {"hidden_layers": 5},
     "nnx_jit": {"hidden_layers": 4},
     "equinox": {"hidden_layers": 8},
     "vjp": {"hidden_layers": 8},
     "has_aux": {"hidden_layers": 8},
+    "random_wiring": {"nodes": 12},
     "mixed_precision": {"hidden_layers": 7},
     "micro_batches": {"hidden_layers": 7},
 }
