@@ -244,7 +244,7 @@ def test_remat3_checkpoints_of_the_user_are_replaced_or_kept(remat3: None) -> No
     replaced, kept = (remat_opt.checkpoint(with_checkpoints, keep_user_names=keep) for keep in (False, True))
     assert replaced.plan(*args).saved == remat_opt.checkpoint(plain).plan(*args).saved
     replaced_jaxpr, kept_jaxpr = (str(jax.make_jaxpr(fun)(*args)) for fun in (replaced, kept))
-    assert kept_jaxpr.count("RematTraced[") >= 4 + replaced_jaxpr.count("RematTraced[")
+    assert kept_jaxpr.count("RematTraced[") > max(4, replaced_jaxpr.count("RematTraced["))  # the user's and ours
     expected = jax.jit(jax.grad(plain))(*args)
     for checkpointed in (replaced, kept):
         assert_close(jax.jit(jax.grad(checkpointed))(*args), expected, 2e-5)
