@@ -191,7 +191,7 @@ def test_the_curves_peak_where_the_plan_says(explanation: Explanation) -> None:
     predicted = explanation.plan.predicted
     assert explanation.before.peak == predicted.plain_peak_bytes
     assert explanation.after.peak == predicted.peak_bytes
-    # The curve counts what compilers store beyond the graph of the search, and the time that storing and reading it take.
+    # The curve counts what compilers store beyond the graph of the search, and the time of storing and reading it.
     assert predicted.seconds <= explanation.before.seconds <= 1.15 * predicted.seconds
     assert explanation.after.seconds == pytest.approx(predicted.seconds + predicted.extra_seconds)
 
