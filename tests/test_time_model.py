@@ -59,7 +59,7 @@ def test_gradients_of_weights_run_at_a_lower_rate() -> None:
 @pytest.mark.short
 def test_a_kernel_moves_what_its_fused_arithmetic_is_made_of_once() -> None:
     x, y = jnp.ones((100, 100)), jnp.ones((100, 100))
-    (total,) = [op.moved for op in graph_of(lambda x, y: jnp.sum(jnp.sin(x) * y + x), x, y).ops if op.name != "add"]
+    (total,) = [op.traffic for op in graph_of(lambda x, y: jnp.sum(jnp.sin(x) * y + x), x, y).ops if op.name != "add"]
     assert total == 2 * x.nbytes + 4
 
 
@@ -67,9 +67,9 @@ def test_a_kernel_moves_what_its_fused_arithmetic_is_made_of_once() -> None:
 def test_of_a_slice_a_kernel_moves_that_part_alone() -> None:
     stack = jnp.ones((1000, 64))
     sliced = graph_of(lambda stack, at: jnp.sin(lax.dynamic_slice_in_dim(stack, at, 2)), stack, 3)
-    assert sliced.ops[-1].moved <= 2 * (2 * 64 * 4) + 16
+    assert sliced.ops[-1].traffic <= 2 * (2 * 64 * 4) + 16
     halves = graph_of(lambda stack: jnp.sin(stack[:500]) + stack[500:], stack)
-    assert halves.ops[-1].moved == stack.nbytes + stack.nbytes // 2
+    assert halves.ops[-1].traffic == stack.nbytes + stack.nbytes // 2
     rows = graph_of(lambda stack, at: stack[at], stack, jnp.arange(3))
     assert rows.seconds <= 4 * (3 * 64 * 4) / IDEAL.bandwidth
 

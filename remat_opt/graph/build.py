@@ -223,7 +223,7 @@ def _seconds(kernel: Op, equation: Equation, program: Program, rates: Rates) -> 
     is_copy = not all(is_on_device(program.aval_of(atom)) for atom in (*equation.inputs, *equation.outputs))
     if equation.primitive is compat.barrier_p or (is_copy and not compat.jaxprs_in(equation.params)):
         return 0.0
-    moved = kernel.moved
+    moved = kernel.traffic
     if equation.primitive is P.dynamic_update_slice_p:  # in place
         moved = 2 * bytes_of(program.aval_of(equation.inputs[1]))
     elif equation.primitive is P.gather_p:  # of its operand no more than it writes

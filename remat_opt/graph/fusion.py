@@ -221,7 +221,7 @@ def fuse(
             inputs=inputs,
             flops=op.flops + sum(graph.ops[o].flops for o in chain),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
-            moved=sum(reads.values()) + sum(graph.sizes[value] for value in op.outputs),
+            traffic=sum(reads.values()) + sum(graph.sizes[value] for value in op.outputs),
             expensive_operands=tuple(value for value in inputs if value in by_expensive and value in beside),
             same_place=tuple(
                 value for value in inputs if overwrites and not (value in moved or value in sums or value in in_tuples)

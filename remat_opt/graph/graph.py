@@ -42,7 +42,7 @@ class Op:
         expensive_operands: of a kernel, operands that it does expensive arithmetic on and reads beside that, too.
         same_place: operands that it reads at the place alone where it writes, so that its result may be written over
             one of as many bytes that nobody reads later.
-        moved: of a kernel, the bytes that it reads and writes.
+        traffic: of a kernel, the bytes that it reads and writes.
     """
 
     inputs: tuple[int, ...]
@@ -56,7 +56,7 @@ class Op:
     expensive: bool = False
     expensive_operands: tuple[int, ...] = ()
     same_place: tuple[int, ...] = ()
-    moved: int = 0
+    traffic: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
