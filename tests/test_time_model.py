@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import loop_models
 import pytest
 from jax import lax
 
@@ -17,6 +19,10 @@ from benchmarks.tables import TABLES
 from remat_opt.graph.build import build
 from remat_opt.graph.cost import LONG_PRODUCT_SHARE, Rates, kernel_seconds, product_seconds
 from remat_opt.graph.graph import Graph
+from remat_opt.loops.options import pair_options
+from remat_opt.loops.pairs import find_pairs
+from remat_opt.loops.rewrite import rewrite_loops
+from remat_opt.planner.loop_search import SearchedSteps
 from remat_opt.trace.inline import inline
 
 GPU = Rates(bandwidth=1e12, flops={"float32": 1e14}, kernel_seconds=2e-6, multiprocessors=100)
@@ -86,3 +92,28 @@ def test_predicted_times_are_near_those_of_steps_that_ran_on_a_gpu(network: str)
     assert predicted_time.is_in_order(*times)
     plain = predicted_time.seconds_as_written(ROWS[network], "plain")
     assert 0.7 < (predicted_time.measured_seconds(known["plain"]) or 0.0) / plain < 1.4
+
+
+@pytest.mark.parametrize("model", ["layers", "long_lstm", "masked"])
+def test_a_loop_takes_the_seconds_of_what_is_written(model: str) -> None:
+    mask = functools.partial(jnp.tril, jnp.ones((loop_models.BATCH, loop_models.WIDTH)))
+    step, arguments = {
+        "layers": lambda: loop_models.over_layers(loop_models.block),
+        "long_lstm": lambda: loop_models.long_lstm(24),
+        "masked": lambda: loop_models.over_layers(lambda w, h: jnp.where(mask() > 0, loop_models.block(w, h), h)),
+    }[model]()
+    program = inline(jax.make_jaxpr(step)(*arguments))
+    (pair,) = find_pairs(program).pairs
+    rates = dataclasses.replace(GPU, kernel_seconds=1e-9, bandwidth=1e9)  # so that bytes count
+    steps = SearchedSteps(rates, "cuda")
+    options = pair_options(program, pair, rates, None, steps)
+    plain = build(program, rates, platform="cuda").graph.seconds
+    levels = {1: 0, 2: 0}
+    for option in options.options[1:]:
+        assert option.choice is not None
+        written = rewrite_loops(program, [pair], [(0, option.choice)], steps=steps, rates=rates)
+        extra = build(written, rates, platform="cuda").graph.seconds - plain
+        in_chunks = option.choice.chunk is not None
+        assert option.extra_seconds == pytest.approx(extra, abs=(0.05 if in_chunks else 1e-6) * options.seconds)
+        levels[1 + in_chunks] += 1
+    assert all(levels.values())

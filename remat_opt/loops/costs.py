@@ -14,18 +14,18 @@ from remat_opt.graph.build import (
     bytes_of,
     workspace_of_loops,
 )
-from remat_opt.graph.cost import Rates
-from remat_opt.graph.graph import Kind
+from remat_opt.graph.cost import Rates, kernel_seconds
+from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.loops.body import Atom
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.division import ChunkKind, LastChunk
 from remat_opt.loops.pairs import Pair
-from remat_opt.loops.recomputation import Recomputation, joint_step, recomputation
+from remat_opt.loops.recomputation import Recomputation, forward_step, joint_step, recomputation
 from remat_opt.loops.steps import StepCost, StepCosts, StepSearch
 from remat_opt.loops.update import Update
 from remat_opt.trace.flops import flops_of
-from remat_opt.trace.inline import Constant, Program
+from remat_opt.trace.inline import BackwardSlice, Constant, Program
 
 EXPENSIVE = (Kind.CONTRACTION, Kind.OPAQUE)
 
@@ -55,20 +55,6 @@ class Option:
     def bytes(self) -> int:
         """All that it needs while the reverse loop runs."""
         return self.kept_bytes + self.transient_bytes
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """FLOPs and estimated seconds."""
-
-    flops: float
-    seconds: float
-
-    @staticmethod
-    def of(runs: Iterable[tuple[int, Work]]) -> Work:
-        """The sum over (times, work)."""
-        runs = list(runs)
-        return Work(sum(times * one.flops for times, one in runs), sum(times * one.seconds for times, one in runs))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,31 +126,36 @@ class PairCosts:
         self.update = update
         self.step_search = steps
         self.known_steps: dict[tuple[frozenset[int], frozenset[int] | None], StepKind] = {}
-        self.known_work: dict[tuple[int, ...], Work] = {}
-        self.known_forward: dict[tuple[Atom, ...], Work] = {}
+        self.known_forward: dict[tuple[Atom, ...], BackwardSlice] = {}
+        self.known_seconds: dict[tuple[tuple[int, ...], tuple[Atom, ...]], float] = {}
 
     @functools.cached_property
     def forward_bridge(self) -> Bridge:
         return build(self.pair.forward.body, self.rates)
 
     @functools.cached_property
-    def expensive(self) -> list[int]:
+    def expensive(self) -> list[tuple[int, Op]]:
         """Equations of the forward body whose results are worth saving."""
         ops = zip(self.forward_bridge.equation_of, self.forward_bridge.graph.ops, strict=True)
-        return [index for index, op in ops if op.kind in EXPENSIVE]
+        return [(index, op) for index, op in ops if op.kind in EXPENSIVE]
 
     @functools.cached_property
-    def work_of_equations(self) -> list[Work]:
+    def flops_of_equations(self) -> list[float]:
         """Of each equation of the forward body."""
-        body, bridge = self.pair.forward.body, self.forward_bridge
-        seconds = dict(zip(bridge.equation_of, (op.seconds for op in bridge.graph.ops), strict=True))
-        return [Work(flops_of(one, body), seconds.get(index, 0.0)) for index, one in enumerate(body.equations)]
+        body = self.pair.forward.body
+        return [flops_of(equation, body) for equation in body.equations]
 
-    def work(self, equations: tuple[int, ...]) -> Work:
+    def flops(self, equations: Iterable[int]) -> float:
         """Of some equations of the forward body."""
-        if equations not in self.known_work:
-            self.known_work[equations] = Work.of((1, self.work_of_equations[index]) for index in equations)
-        return self.known_work[equations]
+        return sum(self.flops_of_equations[index] for index in equations)
+
+    def seconds(self, equations: tuple[int, ...], stored: tuple[Atom, ...]) -> float:
+        """Of some equations of the forward body by themselves, of whose values only some are stored: what is fused into
+        the kernel that reads it takes hardly any time."""
+        if (equations, stored) not in self.known_seconds:
+            alone = forward_step(self.pair, equations, stored, self.program)
+            self.known_seconds[equations, stored] = build(alone, self.rates).graph.seconds
+        return self.known_seconds[equations, stored]
 
     @functools.cached_property
     def original_flops(self) -> float:
@@ -174,10 +165,8 @@ class PairCosts:
     @functools.cached_property
     def original_seconds(self) -> float:
         """Of both loops as they are."""
-        every = self.work(tuple(range(len(self.pair.forward.body.equations)))).seconds
-        as_given = LoopChoice()
-        recomputed = self.work(self.kinds(as_given)[0].recomputation.residuals.equations).seconds
-        return self.pair.length * (every + self.kinds(as_given)[0].seconds(None) - recomputed)
+        backward = build(self.pair.backward.body, self.rates).graph.seconds
+        return self.pair.length * (self.forward_bridge.graph.seconds + backward)
 
     @functools.cached_property
     def is_recurrent(self) -> bool:
@@ -200,9 +189,10 @@ class PairCosts:
     def option(self, choice: LoopChoice) -> Option:
         """The pair as a choice says."""
         kept, transient = self.memory(choice)
-        extra, stalls = Work.of(self.runs(choice)), sum(self.stalls(choice))
+        stalls = sum(self.stalls(choice))
+        seconds = self.pair.length * self.forward_seconds(choice) + self.reverse_seconds(choice) + stalls
         transient += self.gradient_bytes(choice.update)
-        return Option(choice, kept, transient, extra.flops, extra.seconds + stalls, stalls)
+        return Option(choice, kept, transient, self.extra_flops(choice), seconds - self.original_seconds, stalls)
 
     def reverse_seconds(self, choice: LoopChoice) -> float:
         """Of the reverse loop as a choice says."""
@@ -216,8 +206,13 @@ class PairCosts:
             count = chunks.number * (chunks.steps - 1)
             seconds += chunks.number * alone.seconds(choice.step_bytes) + count * kind.seconds(choice.step_bytes)
             if chunks is not last:  # its carries were saved
-                seconds += count * self.work(kind.recomputation.forward.equations).seconds
+                seconds += count * self.seconds_in_chunk(kind.recomputation)
         return seconds
+
+    def seconds_in_chunk(self, recomputed: Recomputation) -> float:
+        """Of one step of the forward loop of a chunk, which is recomputed."""
+        carries = (self.pair.forward.next_carry[at] for at in recomputed.forward_carries)
+        return self.seconds(recomputed.forward.equations, (*carries, *recomputed.in_chunk))
 
     def memory(self, choice: LoopChoice) -> tuple[int, int]:
         """What is saved from the forward to the reverse loop, and what the reverse loop needs in addition, in bytes."""
@@ -258,7 +253,7 @@ class PairCosts:
 
     def seconds_beside(self, choice: LoopChoice) -> tuple[float, float]:
         """One level: the work of one step of the forward and of the reverse loop, beside which copies can run."""
-        return self.forward_work(choice).seconds, self.kinds(choice)[0].seconds(choice.step_bytes)
+        return self.forward_seconds(choice), self.kinds(choice)[0].seconds(choice.step_bytes)
 
     def chunk_sizes(
         self,
@@ -287,67 +282,80 @@ class PairCosts:
         each = self.body_bytes(in_chunk) + (carries if is_last else self.carry_bytes(others.recomputation.carries))
         return ChunkSizes(first, each, carries if is_last else first, max(peak, others.schedule(step_bytes).peak))
 
-    def runs(self, choice: LoopChoice) -> list[tuple[int, Work]]:
-        """What the loops do beyond those as they are: how often, and the work."""
+    def extra_flops(self, choice: LoopChoice) -> float:
+        """What the loops do beyond those as they are."""
         alone, of_group = self.kinds(choice)
         loop, length = self.pair.forward, self.pair.length
         groups = choice.groups(length)
-        in_last = (alone, *of_group)[-1].recomputation.in_chunk
-        every = tuple(range(len(loop.body.equations)))
-        runs = [(length, self.forward_work(choice)), (-length, self.work(every))]
+        flops = length * (self.flops(self.forward_slice(choice).equations) - sum(self.flops_of_equations))
         if not groups:
-            return runs + self.steps_recomputed(length, alone, choice.step_bytes)
-        # It selects for the stacks that may not be written by every step.
-        last = Chunks(1, choice.last_chunk(length), choice.in_chunk)
-        selected = [
-            loop.body_carry[at]
-            for chunks, kind in zip(groups, of_group, strict=True)
-            for at in kind.recomputation.forward_carries
-            if chunks.number
-        ]
-        selected += in_last if last.steps > 1 else ()
-        runs.append((length, Work(sum(math.prod(loop.body.avals[value].shape) for value in selected), 0.0)))
+            return flops + length * self.flops_recomputed(alone, choice.step_bytes)
+        last, avals = Chunks(1, choice.last_chunk(length), choice.in_chunk), loop.body.avals
+        flops += length * sum(math.prod(avals[value].shape) for value in self.selected(choice))
         for chunks, kind in zip(groups, of_group, strict=True):
-            runs += self.chunks_recomputed(chunks, alone, kind, choice.step_bytes, is_last=False)
-        return runs + self.chunks_recomputed(last, alone, of_group[-1], choice.step_bytes, is_last=True)
+            flops += self.flops_of_chunks(chunks, alone, kind, choice.step_bytes, is_last=False)
+        return flops + self.flops_of_chunks(last, alone, of_group[-1], choice.step_bytes, is_last=True)
 
-    def forward_work(self, choice: LoopChoice) -> Work:
-        """Of one step of the forward loop, which leaves out what only the residuals needed."""
+    def selected(self, choice: LoopChoice) -> list[int]:
+        """What a step of the forward loop writes to stacks of chunks, which it may have to leave as they are."""
+        _, of_group = self.kinds(choice)
+        groups = choice.groups(self.pair.length)
+        chunks = [kind.recomputation for chunks, kind in zip(groups, of_group, strict=True) if chunks.number]
+        carries = [self.pair.forward.body_carry[at] for one in chunks for at in one.forward_carries]
+        has_residuals = groups and choice.last_chunk(self.pair.length) > 1
+        return [*carries, *(of_group[-1].recomputation.in_chunk if has_residuals else ())]
+
+    def forward_stored(self, choice: LoopChoice) -> tuple[Atom, ...]:
+        """What a step of the forward loop stores."""
         alone, of_group = self.kinds(choice)
         loop, kinds = self.pair.forward, (alone, *of_group)
         saved = sorted({value for kind in kinds for value in kind.recomputation.saved})
         in_last = kinds[-1].recomputation.in_chunk
-        wanted = (*loop.next_carry, *(loop.body_ys[y] for y in self.pair.kept_ys), *saved, *in_last)
-        if wanted not in self.known_forward:
-            self.known_forward[wanted] = self.work(loop.body.slice_back(wanted).equations)
-        return self.known_forward[wanted]
+        return (*loop.next_carry, *(loop.body_ys[y] for y in self.pair.kept_ys), *saved, *in_last)
 
-    def chunks_recomputed(
+    def forward_slice(self, choice: LoopChoice) -> BackwardSlice:
+        """One step of the forward loop, which leaves out what only the residuals needed."""
+        stored = self.forward_stored(choice)
+        if stored not in self.known_forward:
+            self.known_forward[stored] = self.pair.forward.body.slice_back(stored)
+        return self.known_forward[stored]
+
+    def forward_seconds(self, choice: LoopChoice) -> float:
+        """Of one step of the forward loop."""
+        seconds = self.seconds(self.forward_slice(choice).equations, self.forward_stored(choice))
+        if choice.chunk is None:
+            return seconds
+        # To write to stacks of chunks takes their place, then for each of them what is written, and the writing.
+        written = [self.body_bytes([value]) for value in self.selected(choice)]
+        written += [self.carry_bytes([at]) for at in self.kinds(choice)[0].recomputation.carries]
+        moved = [0] * (1 + len(choice.groups(self.pair.length))) + [x * size for size in written for x in (3, 2)]
+        return seconds + sum(kernel_seconds(0.0, one, self.rates) for one in moved)
+
+    def flops_of_chunks(
         self, chunks: Chunks, alone: StepKind, others: StepKind, step_bytes: int | None, *, is_last: bool
-    ) -> list[tuple[int, Work]]:
+    ) -> float:
         """What the reverse loop recomputes for some chunks; it has all carries of the last one."""
         count = chunks.number * (chunks.steps - 1)
-        runs = self.steps_recomputed(chunks.number, alone, step_bytes)
-        runs += self.steps_recomputed(count, others, step_bytes)
-        return runs if is_last else [*runs, (count, self.work(others.recomputation.forward.equations))]
+        flops = chunks.number * self.flops_recomputed(alone, step_bytes)
+        flops += count * self.flops_recomputed(others, step_bytes)
+        return flops if is_last else flops + count * self.flops(others.recomputation.forward.equations)
 
-    def steps_recomputed(self, times: int, kind: StepKind, step_bytes: int | None) -> list[tuple[int, Work]]:
-        schedule = kind.schedule(step_bytes)
-        residuals = self.work(kind.recomputation.residuals.equations)
-        return [(times, residuals), (times, Work(schedule.extra_flops, schedule.extra_seconds))]
+    def flops_recomputed(self, kind: StepKind, step_bytes: int | None) -> float:
+        """In one step."""
+        return self.flops(kind.recomputation.residuals.equations) + kind.schedule(step_bytes).extra_flops
 
     def chunk_kind(self, steps: int, in_chunk: frozenset[int], step_bytes: int | None) -> ChunkKind:
         """Chunks of several steps, for a division of the loop."""
         alone, others = self.steps(frozenset(), frozenset()), self.steps(frozenset(), in_chunk)
-        runs = self.chunks_recomputed(Chunks(1, steps, in_chunk), alone, others, step_bytes, is_last=False)
+        flops = self.flops_of_chunks(Chunks(1, steps, in_chunk), alone, others, step_bytes, is_last=False)
         peak = self.chunk_sizes(alone, others, step_bytes).peak(steps)
-        return ChunkKind(steps, in_chunk, peak, Work.of(runs).flops)
+        return ChunkKind(steps, in_chunk, peak, flops)
 
     def last_chunk(self, in_chunk: frozenset[int], step_bytes: int | None) -> LastChunk:
         """The last chunk of such a division."""
         alone, others = self.steps(frozenset(), frozenset()), self.steps(frozenset(), in_chunk)
         one, two = (
-            Work.of(self.chunks_recomputed(Chunks(1, steps, in_chunk), alone, others, step_bytes, is_last=True)).flops
+            self.flops_of_chunks(Chunks(1, steps, in_chunk), alone, others, step_bytes, is_last=True)
             for steps in (1, 2)
         )
         sizes = self.chunk_sizes(alone, others, step_bytes, is_last=True)

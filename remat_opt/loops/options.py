@@ -193,11 +193,11 @@ def saved_sets(costs: PairCosts) -> list[frozenset[int]]:
     recomputed = recomputation(costs.pair).residuals.equations
     wanted = {*costs.pair.residuals, *(x for i in recomputed for x in loop.body.equations[i].inputs)}
     rated = []
-    for index in costs.expensive:
+    for index, op in costs.expensive:
         values = frozenset(loop.body.equations[index].outputs) & wanted
         size = costs.body_bytes(values)
         if index in recomputed and size:
-            rated.append((-costs.work_of_equations[index].seconds / size, index, values))
+            rated.append((-op.seconds / size, index, values))
     found = [frozenset[int]()]
     for _, _, values in sorted(rated, key=lambda one: one[:2]):
         found.append(found[-1] | values)

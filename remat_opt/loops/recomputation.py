@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from remat_opt.loops.body import Atom
+from remat_opt.loops.body import Atom, Loop
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.pairs import Pair
 from remat_opt.trace.inline import BackwardSlice, Constant, Equation, Program
@@ -151,20 +151,10 @@ def joint_step(pair: Pair, recomputed: Recomputation, program: Program) -> Joint
     forward, backward = pair.forward.body, pair.backward.body
     shift = len(forward.avals)
     first = shift + len(backward.avals)  # of the program's own values
-    instead: dict[int, Atom] = {}
-    for loop, start in ((pair.forward, 0), (pair.backward, shift)):
-        for value, atom in zip(loop.body_constants, loop.constants, strict=True):
-            if isinstance(atom, Constant):
-                instead[value + start] = atom
-            elif atom in program.constant:
-                instead[value + start] = first + atom
+    instead = _made_inside(pair.forward, program, 0, first) | _made_inside(pair.backward, program, shift, first)
     for at, y in pair.consumed.items():
         atom = pair.forward.body_ys[y]
         instead[pair.backward.body_xs[at] + shift] = atom if isinstance(atom, Constant) else instead.get(atom, atom)
-
-    def placed(equation: Equation, start: int) -> Equation:
-        inputs = tuple(x if isinstance(x, Constant) else instead.get(x + start, x + start) for x in equation.inputs)
-        return dataclasses.replace(equation, inputs=inputs, outputs=tuple(x + start for x in equation.outputs))
 
     own = [value + shift for at, value in enumerate(pair.backward.body_xs) if at not in pair.consumed]
     there = {*recomputed.saved, *recomputed.stacked, *recomputed.in_chunk}
@@ -173,21 +163,63 @@ def joint_step(pair: Pair, recomputed: Recomputation, program: Program) -> Joint
     given -= {value for index in recomputed.residuals.equations for value in forward.equations[index].outputs}
     cotangents = [value + shift for value in pair.backward.body_carry]
     constants = [value + shift for value in pair.backward.body_constants]
-    fresh = (x - first for x in instead.values() if isinstance(x, int))
-    made = program.slice_back(value for value in fresh if value in program.constant).equations
     joint = Program(
         avals=(*forward.avals, *backward.avals, *program.avals),
         inputs=tuple(value for value in (*sorted(given), *constants, *cotangents, *own) if value not in instead),
         constants=(*forward.constants, *((value + shift, constant) for value, constant in backward.constants)),
         equations=(
-            *(placed(program.equations[index], first) for index in made),
-            *(placed(forward.equations[index], 0) for index in recomputed.residuals.equations),
-            *(placed(equation, shift) for equation in backward.equations),
+            *_made(instead, program, first),
+            *(_placed(forward.equations[index], 0, instead) for index in recomputed.residuals.equations),
+            *(_placed(equation, shift, instead) for equation in backward.equations),
         ),
-        outputs=tuple(x if isinstance(x, Constant) else instead.get(x + shift, x + shift) for x in backward.outputs),
+        outputs=tuple(_moved(x, shift, instead) for x in backward.outputs),
         marks=program.marks,
     )
     recomputes_all = not recomputed.saved and not recomputed.in_chunk
     held = {x for x in joint.outputs[len(cotangents) :] if isinstance(x, int)} - {*joint.outputs[: len(cotangents)]}
     overwritten = tuple(value in cotangents for value in joint.inputs)
     return JointStep(joint, shift, overwritten, frozenset(held), recomputes_all)
+
+
+def forward_step(pair: Pair, equations: Iterable[int], stored: Iterable[Atom], program: Program) -> Program:
+    """Some equations of the forward body as a program that returns what is stored; its inputs as of `JointStep`."""
+    body, first = pair.forward.body, len(pair.forward.body.avals)
+    instead = _made_inside(pair.forward, program, 0, first)
+    return Program(
+        avals=(*body.avals, *program.avals),
+        inputs=tuple(value for value in body.inputs if value not in instead),
+        constants=body.constants,
+        equations=(
+            *_made(instead, program, first),
+            *(_placed(body.equations[index], 0, instead) for index in equations),
+        ),
+        outputs=tuple(_moved(x, 0, instead) for x in stored),
+        marks=program.marks,
+    )
+
+
+def _made_inside(loop: Loop, program: Program, start: int, first: int) -> dict[int, Atom]:
+    """For the constants of a body that depend on no input of the whole step what they are there."""
+    instead: dict[int, Atom] = {}
+    for value, atom in zip(loop.body_constants, loop.constants, strict=True):
+        if isinstance(atom, Constant):
+            instead[value + start] = atom
+        elif atom in program.constant:
+            instead[value + start] = first + atom
+    return instead
+
+
+def _made(instead: dict[int, Atom], program: Program, first: int) -> list[Equation]:
+    """The equations of the whole step that make them."""
+    fresh = (atom - first for atom in instead.values() if isinstance(atom, int))
+    made = program.slice_back(value for value in fresh if value in program.constant).equations
+    return [_placed(program.equations[index], first, instead) for index in made]
+
+
+def _placed(equation: Equation, start: int, instead: dict[int, Atom]) -> Equation:
+    inputs = tuple(_moved(x, start, instead) for x in equation.inputs)
+    return dataclasses.replace(equation, inputs=inputs, outputs=tuple(x + start for x in equation.outputs))
+
+
+def _moved(atom: Atom, start: int, instead: dict[int, Atom]) -> Atom:
+    return atom if isinstance(atom, Constant) else instead.get(atom + start, atom + start)

@@ -131,7 +131,7 @@ class Splicing:
             is_hidden = steps is not None and (choice.step_bytes is not None or choice.is_several_operations)
             workspace = costs.memory(choice)[1] if is_hidden else None
             out, back = costs.stalls(choice)
-            forward = costs.forward_work(choice).seconds * pair.length + out if out else None
+            forward = costs.forward_seconds(choice) * pair.length + out if out else None
             self.figures[key] = (
                 BodyFigures(None, forward),
                 BodyFigures(workspace, costs.reverse_seconds(choice) + back),

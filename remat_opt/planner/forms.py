@@ -87,7 +87,7 @@ class Forms:
         if not self.may_be_split:
             return math.inf
         seconds = self.original.unchanged.bridge.graph.op_seconds
-        twice = 2 * self.original.target.kernel_seconds
+        twice = 2 * self.original.rates.kernel_seconds
         return float(np.maximum(twice - seconds[seconds > 0], 0.0).sum())
 
     def splits_within(self, limit: int, given: int) -> Iterator[Variants]:
