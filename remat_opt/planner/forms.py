@@ -52,7 +52,7 @@ class Forms:
     def may_be_split(self) -> bool:
         """Whether other forms than the given one are looked at. The solvers of the papers know none."""
         is_left_to_us = self.settings.split is None and self.settings.solver == "auto"
-        return is_left_to_us and not (self.original.is_divided or self.original.captured.program.has_references)
+        return is_left_to_us and not self.original.captured.program.has_references
 
     @cached_method
     def split(self, chunks: int) -> Variants:
