@@ -203,7 +203,7 @@ def test_explicit_collectives_are_repeated_where_that_is_allowed(result: Asked) 
 
 
 @pytest.mark.parametrize(
-    ("budget", "most_extra", "compiled"), [("0.5", 0.0, 4), ("0.3", 0.0, 4), ("6MB", 0.0, 2), ("15MB", 0.0, 1)]
+    ("budget", "most_extra", "compiled"), [("0.5", 0.01, 4), ("0.3", 0.01, 4), ("6MB", 0.01, 2), ("15MB", 0.0, 1)]
 )
 def test_a_budget_is_of_one_device_and_costs_no_more_than_it_has_to(
     result: Asked, budget: str, most_extra: float, compiled: int
