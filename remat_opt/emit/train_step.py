@@ -20,7 +20,7 @@ from remat_opt.emit.zeros import are_worth_a_barrier, loop_with_late_stacks, may
 from remat_opt.graph.barriers import Barrier, barriers
 from remat_opt.graph.build import Bridge
 from remat_opt.graph.cpu_barriers import cpu_barriers
-from remat_opt.graph.graph import Kind
+from remat_opt.graph.graph import Kind, Op
 from remat_opt.graph.liveness import overwritten_operands, simulate
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
@@ -91,9 +91,20 @@ class _Writer:
         return frozenset(output for _, output in self.bridge.graph.aliases)
 
     def read_whole(self) -> frozenset[int]:
-        """Inputs that devices may have to gather: those that something other than elementwise work reads."""
-        readers = (op for op in self.bridge.graph.ops if op.kind is not Kind.ELEMENTWISE)
-        return frozenset(value for op in readers for value in op.inputs).intersection(self.program.inputs)
+        """What devices may have to gather: inputs, and casts of them, that something other than elementwise work reads,
+        with the inputs of the casts."""
+        ops, found = self.bridge.graph.ops, set(self.program.inputs)
+        casts = [op for op in ops if self.is_cast(op, found) and not found.update(op.outputs)]
+        read = found.intersection(value for op in ops if op.kind is not Kind.ELEMENTWISE for value in op.inputs)
+        for op in reversed(casts):
+            read.update(op.inputs if read.intersection(op.outputs) else ())
+        return frozenset(read)
+
+    def is_cast(self, op: Op, values: Container[int]) -> bool:
+        """Whether an op makes no more bytes of some values alone, as of weights in another type."""
+        sizes = self.bridge.graph.sizes
+        is_small = sum(sizes[value] for value in op.outputs) <= max((sizes[value] for value in op.inputs), default=-1)
+        return op.kind is Kind.ELEMENTWISE and is_small and all(value in values for value in op.inputs)
 
     def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
         given = dict(zip(self.program.inputs, arguments, strict=True))
@@ -162,6 +173,7 @@ class _Writer:
                     environment[value] = compat.with_default_layout(environment[value])
                 for value in self.saved_names.keys() & set(equation.outputs):
                     environment[value] = compat.name_p.bind(environment[value], name=self.saved_names[value])
+                self.given.update((value, environment[value]) for value in self.gathered.intersection(equation.outputs))
                 self.copies.note_made(equation.outputs, environment)
 
     def copy(self, reads: Sequence[int], on_demand: dict[int, Any], over: int | None = None) -> list[int]:
@@ -329,13 +341,15 @@ class _Writer:
         """Gathered inputs that a run and what follows it read as they are, so that they are gathered once.
 
         An op that reads nothing else would be the same as in the first run, and merged with it: the largest of its
-        inputs goes through the barrier.
+        inputs goes through the barrier. A cast is to be merged, as the compiler gathers what it makes.
         """
         graph = self.bridge.graph
-        after = set(crossing.covered) - self.gathered
-        for op in ops if self.gathered else ():
-            reads = graph.ops[op].inputs
-            if reads and after.isdisjoint(reads):
-                after.add(max(reads, key=lambda value: graph.sizes[value]))
-            after.update(graph.ops[op].outputs)
-        return self.gathered - after
+        after, made = set(crossing.covered) - self.gathered, set[int]()
+        for op in (graph.ops[index] for index in ops if self.gathered):
+            made.update(op.outputs)
+            if self.gathered.issuperset((*op.inputs, *op.outputs)):
+                continue
+            if op.inputs and after.isdisjoint(op.inputs):
+                after.add(max(op.inputs, key=lambda value: graph.sizes[value]))
+            after.update(op.outputs)
+        return self.gathered - after - made
