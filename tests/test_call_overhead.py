@@ -8,7 +8,7 @@ import pytest
 from benchmarks import call_overhead
 
 MOST_SECONDS = 50e-6
-MOST_OF_JAX = 0.6  # of the seconds of its import
+MOST_OF_JAX = 0.8  # of the seconds of its import; 0.4 to 0.5 on an idle machine
 TRIES = 4  # of which one has to succeed: other processes can only make a call longer
 
 
@@ -26,7 +26,7 @@ def test_the_state_is_as_large_as_a_real_one() -> None:
 
 @pytest.mark.short
 def test_an_import_takes_less_than_that_of_jax() -> None:
-    """0.2 of a second on an idle machine, 0.5 for JAX; whatever is imported for a picture or a framework takes more."""
+    """Whatever is imported for a picture or a framework takes longer."""
     code = (
         "import time; t = [time.process_time()]\nimport jax, jax.numpy\nt.append(time.process_time())\n"
         "import remat_opt\nt.append(time.process_time())\nprint((t[2] - t[1]) / (t[1] - t[0]))"
