@@ -85,6 +85,14 @@ def test_the_plain_step_beside_an_optimised_one_is_the_users(budget: str | float
     assert said == isinstance(budget, float)
 
 
+def test_what_a_call_has_compiled_is_said_to_be_done() -> None:
+    params, x = jax.tree.map(lambda shape: jnp.ones(shape.shape), (MATRICES, ROWS))
+    step = remat_opt.optimize(train_step)
+    step(params, x)
+    (line,) = (line for line in str(remat_opt.measure(step, params, x)).splitlines() if line.startswith("compiling"))
+    assert line.endswith("  done before")
+
+
 def scan_step(params, x):
     def loss(params):
         return jnp.mean(jax.lax.scan(lambda h, w: (jax.nn.gelu(h @ w), None), x, params)[0] ** 2)

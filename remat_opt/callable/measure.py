@@ -140,6 +140,13 @@ class Measurement:
         return [f"XLA itself recomputes{limit}: {counts}."]
 
 
+_LOOKED_UP = 1e-3  # seconds; no compiler is as fast: JAX had the program, as from a call
+
+
+def _compiling(seconds: float) -> str:
+    return format_seconds(seconds) if seconds > _LOOKED_UP else "done before"
+
+
 _SENT = "arrays sent between devices"
 _ON_HOST = "temporary memory of the host"
 _FLOPS = "FLOPs, loops times their length"
@@ -153,7 +160,7 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
     (_ON_HOST, lambda figures: figures.host_temp_bytes, format_bytes),
     (_COMPILERS_FLOPS, lambda figures: figures.flops, format_flops),
     (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
-    ("compiling", lambda figures: figures.compile_seconds, format_seconds),
+    ("compiling", lambda figures: figures.compile_seconds, _compiling),
 )
 _DIVIDED = "Figures are those of one device; FLOPs are those of all devices together."
 _AFTER_MEMORY = 6  # where our own count stands among the compiler's figures
