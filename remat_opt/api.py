@@ -172,8 +172,8 @@ def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: 
     """Compile a step for a device, attached or absent, and read the compiler's figures. Nothing runs.
 
     Args:
-        fun: a step as for `optimize`, which is measured twice, unchanged and optimised for the target; or an optimised
-            step, which is measured once.
+        fun: a step as for `optimize`, or an optimised one, with its own budget and other options; it is compiled twice,
+            unchanged and optimised.
         *args: its arguments, arrays or `jax.ShapeDtypeStruct`s.
         target: the device ("cpu", "h200", "v5e", …); default: the device an optimised step is planned for, else the
             attached backend. Figures for an absent GPU are without autotuning and its scratch memory.
@@ -191,7 +191,6 @@ def measure(fun: Any, *args: Any, target: str | Target | None = None, **kwargs: 
     """
     resolved = None if target is None else resolve_target(target)
     fun = bind(fun)
-    if is_optimized(fun):
-        return measure_step(fun, resolved, False, args, kwargs)
-    settings = check_settings(target=resolved, solver="auto", verify=True)
-    return measure_step(_optimized(fun, settings, {}, "measure"), resolved, True, args, kwargs)
+    if not is_optimized(fun):
+        fun = _optimized(fun, check_settings(target=resolved, solver="auto", verify=True), {}, "measure")
+    return measure_step(fun, resolved, args, kwargs)

@@ -110,7 +110,7 @@ def make_report(
         )
         args = _checked(make_step(largest.batch))[1]
         planned = optimize(step, target=target, plan=largest.plan)
-    measurement = measure_step(planned, resolve_target(target), True, args, {})
+    measurement = measure_step(planned, resolve_target(target), args, {})
     return Report(planned.explain(*args), measurement, frontier(step, *args, target=target), largest)
 
 

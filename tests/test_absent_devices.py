@@ -60,6 +60,18 @@ def test_a_step_is_compiled_for_the_absent_device_that_its_arguments_are_on(
     assert not any("called on cpu" in str(warning.message) for warning in recwarn)
 
 
+def test_planning_for_an_absent_device_warns_of_nothing_and_calling_does(recwarn: pytest.WarningsRecorder) -> None:
+    optimized = optimize(step, target="h200", donate_argnums=0, verify=False)
+    here = [jnp.ones(one.shape) for one in arguments(2**10)]
+    optimized.plan(*here)
+    optimized.explain(*here)
+    assert not recwarn
+    with pytest.warns(RematWarning, match="planned for h200, called on cpu"):
+        optimized(*here)
+    optimized(jnp.ones_like(here[0]), here[1])
+    assert not recwarn  # it was said
+
+
 def test_a_step_runs_here_and_is_compiled_for_an_absent_device() -> None:
     optimized = optimize(step)
     here = [jnp.ones(one.shape) / WIDTH for one in arguments(2**10)]

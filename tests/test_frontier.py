@@ -1,5 +1,6 @@
 """`remat_opt.frontier`: memory against time, predicted."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -54,7 +55,24 @@ def test_a_point_can_be_used_and_computes_the_same(case, front) -> None:
 def test_it_prints_a_table(front) -> None:
     lines = str(front).splitlines()
     assert len(lines) == len(front) + 1
-    assert "100%" in lines[-1] or " MB" in lines[-1]
+    assert lines[-1].split() == [lines[-1].split()[0], "MB", "100%", "0.0%", "0.0%", "plain"]
+
+
+def test_the_table_ends_with_the_plain_step_and_has_no_line_twice(front) -> None:
+    """Where a point that needs less memory is as fast as the plain step, that is none of the points."""
+    faster = dataclasses.replace(front[-2], extra_seconds=-0.1 * front[-2].plan.predicted.seconds)
+    lines = str(dataclasses.replace(front, points=(*front.points[:-2], faster, faster))).splitlines()
+    assert lines[-1] == str(front).splitlines()[-1]
+    assert "-10.0%" in lines[-2]
+    assert "-10.0%" not in lines[-3]
+
+
+def test_the_figures_of_several_devices_are_those_of_one(front) -> None:
+    halves = [dataclasses.replace(p, peak_bytes=p.peak_bytes // 2, extra_seconds=p.extra_seconds / 2) for p in front]
+    whole, half = (str(one).splitlines() for one in (front, dataclasses.replace(front, points=halves, devices=2)))
+    without_bytes = [[line.split()[1:] for line in lines] for lines in (whole, half)]
+    assert without_bytes[0] == without_bytes[1]
+    assert float(half[-1].split()[0]) == pytest.approx(float(whole[-1].split()[0]) / 2, abs=0.06)
 
 
 def test_it_is_drawn_and_shown_in_notebooks(front, tmp_path) -> None:

@@ -64,13 +64,33 @@ def test_an_optimised_step_is_measured_as_it_is_for_its_own_target() -> None:
     step = remat_opt.optimize(train_step, target="h200", donate_argnums=0)
     found = remat_opt.measure(step, PARAMS, X)
     assert found.target == "h200"
-    assert found.plain is None
+    assert found.plain is not None
     assert found.optimized is not None
+    assert found.optimized.temp_bytes < found.plain.temp_bytes
     assert found.plan is step.plan(PARAMS, X)
-    assert "plain" not in str(found)
     there = remat_opt.measure(step, PARAMS, X, target="h100")
     assert there.target == "h100"
     assert there.plan.target == "h200"
+
+
+@pytest.mark.parametrize("budget", ["1GB", 0.5])
+def test_the_plain_step_beside_an_optimised_one_is_the_users(budget: str | float) -> None:
+    """A budget that is a part counts from the plain step under our compiler options, of which users know nothing."""
+    plain = remat_opt.measure(train_step, MATRICES, ROWS)
+    step = remat_opt.optimize(train_step, budget=budget)
+    found = remat_opt.measure(step, MATRICES, ROWS)
+    assert found.plain is not None
+    assert found.plain.temp_bytes == plain.plain.temp_bytes
+    said = "options that keep recomputation" in " ".join(str(step.explain(MATRICES, ROWS)).split())
+    assert said == isinstance(budget, float)
+
+
+def test_what_a_call_has_compiled_is_said_to_be_done() -> None:
+    params, x = jax.tree.map(lambda shape: jnp.ones(shape.shape), (MATRICES, ROWS))
+    step = remat_opt.optimize(train_step)
+    step(params, x)
+    (line,) = (line for line in str(remat_opt.measure(step, params, x)).splitlines() if line.startswith("compiling"))
+    assert line.endswith("  done before")
 
 
 def scan_step(params, x):

@@ -15,6 +15,7 @@ from node_steps import LAYERS, WAYS, mesh_of, transformer
 
 import remat_opt
 from remat_opt import Plan
+from remat_opt.report.units import format_bytes, format_seconds
 from remat_opt.targets import ProgramNotPortable, measure_flat, resolve_target
 from remat_opt.targets.worker import _devices
 
@@ -29,8 +30,7 @@ def planned(way: str | None) -> tuple[Plan, str]:
     step, arguments = transformer(way, ROWS * axes.get("data", 1))
     optimized = remat_opt.optimize(step, donate_argnums=0, target="h200:8" if way else "h200")
     with warnings.catch_warnings():
-        if way:  # of one device there is a warning: the step is called on a CPU
-            warnings.simplefilter("error", remat_opt.RematWarning)
+        warnings.simplefilter("error", remat_opt.RematWarning)
         return optimized.plan(*arguments), str(optimized.explain(*arguments))
 
 
@@ -49,7 +49,14 @@ def test_each_gpu_needs_about_as_much_less_as_one_alone_and_sends_no_more(way: s
     # The scales' small gradients are summed up in each step of the loop, which updates them, instead of at its end.
     assert ours.collectives.arrays <= plain.collectives.arrays + LAYERS + 1
     assert "sends" not in plan.note
-    assert "Compiled figures are those of one device; predictions are of all devices together." in text
+    assert "Memory and time are those of one of 8 devices" in text
+    predicted = plan.predicted
+    for size in (predicted.plain_peak_bytes, predicted.peak_bytes):
+        assert text.count(format_bytes(size // 8)) >= 2  # in the table, and over the curve
+        assert format_bytes(size) not in text
+    assert format_seconds(predicted.seconds / 8) in text
+    change = f"from {format_bytes(plain.temp_bytes)} to {format_bytes(ours.temp_bytes)}"
+    assert f"Temporary memory of one device goes {change}" in " ".join(text.split())
     assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -81,7 +88,7 @@ def test_casts_of_divided_weights_are_gathered_about_once() -> None:
 
 
 def test_one_device_is_not_said_to_be_several() -> None:
-    assert "all devices" not in planned(None)[1]
+    assert "devices" not in planned(None)[1]
 
 
 def test_a_node_of_several_is_compiled_for_as_one_of_more_gpus() -> None:

@@ -119,10 +119,11 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 250
 
 
-def test_the_links_of_the_readme_lead_somewhere() -> None:
-    """Links of docs/ are checked by `mkdocs build --strict`."""
-    for link in re.findall(r"\]\(([^)#:]+)\)", (ROOT / "README.md").read_text(encoding="utf-8")):
-        assert (ROOT / link).exists(), link
+def test_links_lead_somewhere_in_the_repository() -> None:
+    """On the site they are checked by `mkdocs build --strict`."""
+    for page in [ROOT / "README.md", *DOCS.rglob("*.md")]:
+        for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / link).exists(), f"{name_of(page)}: {link}"
 
 
 def test_pages_that_the_code_names_exist() -> None:

@@ -1,5 +1,6 @@
 """What `explain` says and draws: true figures, true reasons, readable on a terminal."""
 
+import dataclasses
 import html
 import sys
 from collections.abc import Callable
@@ -86,6 +87,8 @@ def test_what_a_later_segment_is_recomputed_from_crosses_a_cut() -> None:
     assert reasons_of(plan, graph, [b])[b] is Reason.CROSSES_A_CUT
     plan = plan_of(graph, Choice(frozenset({b, inner}), boundaries=(4,), cuts=(2, 4)))
     assert reasons_of(plan, graph, [b, inner])[inner] is Reason.EXPENSIVE
+    drawn = dataclasses.replace(graph, ops=tuple(dataclasses.replace(op, name="random_bits") for op in graph.ops))
+    assert reasons_of(plan, drawn, [b, inner])[inner] is Reason.RANDOM
 
 
 def plan_of(graph: Graph, choice: Choice) -> Plan:

@@ -8,5 +8,5 @@ what was decided for each signature; `bound.py` is one with arguments bound. `ch
 `largest_batch.py` implement the functions of these names. `jit_options.py`, `static_arguments.py` and `compiling.py`
 compile as a call would, `tuning.py` runs candidates on the arguments of a call.
 `warnings_once.py` and `donation.py` warn users, with the category of `warning.py`. `closed_over.py` restores modules
-after a trace has failed.
+after a trace has failed, `objects.py` says what to write where an argument is a plain object.
 """

@@ -19,7 +19,8 @@ _LIBRARIES = frozenset({"jax", "flax", "optax", "equinox", "numpy", "remat_opt"}
 _ADVICE = (
     "remat_opt: the function differentiates or updates an nnx module that is not among its arguments, which flax "
     "cannot do inside a trace. Write step(model, …) and give the module at each call; in place of "
-    "optimize(nnx.cached_partial(step, model)) write nnx.cached_partial(optimize(step), model)"
+    "optimize(nnx.cached_partial(step, model)) write nnx.cached_partial(optimize(step), model). Of a method "
+    "make the class an nnx.Module, or give what it holds: step(self.model, self.optimizer, …)"
 )
 
 

@@ -163,7 +163,7 @@ class _Names:
             number % len(args) for number in options.get("static_argnums", ()) if -len(args) <= number < len(args)
         }
         self.positions = [number for number in range(len(args)) if number not in static]
-        self.parameters = _parameters(fun)
+        self.parameters = positional_parameters(fun)
         if self.is_equinox:
             _, _, (leaves, structure) = args[2]  # the third is static: what is no array, and the trees of all
             numbered, _ = jax.tree_util.tree_flatten_with_path(jax.tree.unflatten(structure, range(len(leaves))))
@@ -188,7 +188,7 @@ class _Names:
         return (key.key, key.key) if side.idx == 1 else (f"argument {key.idx + 1}", key.idx + 1)
 
 
-def _parameters(fun: Callable) -> list[str]:
+def positional_parameters(fun: Callable) -> list[str]:
     """Names of a function's positional parameters, as far as it says them."""
     try:
         parameters = inspect.signature(fun).parameters.values()
@@ -211,7 +211,7 @@ def _how(fun: Callable, options: dict[str, Any], arguments: list[_Argument]) -> 
     numbers = {one.place for one in arguments if isinstance(one.place, int)}
     keywords = {one.place for one in arguments if isinstance(one.place, str)}
     numbers |= {*options.get("donate_argnums", ())}
-    positional = {name for at, name in enumerate(_parameters(fun)) if at in numbers}
+    positional = {name for at, name in enumerate(positional_parameters(fun)) if at in numbers}
     keywords |= {*options.get("donate_argnames", ())} - positional
     written = [f"donate_argnums={_tuple(sorted(numbers))}"] if numbers else []
     written += [f"donate_argnames={_tuple(sorted(keywords))}"] if keywords else []

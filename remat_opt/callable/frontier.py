@@ -22,8 +22,9 @@ class FrontierPoint:
     """One schedule that no other found schedule beats in both memory and time. All figures are predictions.
 
     Attributes:
-        peak_bytes: peak of temporary memory.
-        extra_seconds: estimated time of the recomputation, and of waiting for the host.
+        peak_bytes: peak of temporary memory, of one device.
+        extra_seconds: estimated time of the recomputation, and of waiting for the host; negative where the plan is
+            faster than the plain step, since what is not stored is not moved.
         extra_flops: FLOPs of the recomputation.
         plan: the plan to give to `optimize(fun, plan=point.plan)`.
     """
@@ -39,9 +40,14 @@ class Frontier:
     """The points from the least memory to the least time; iterates over them.
 
     `print` it for a table, `.save("frontier.png")` draws it.
+
+    Attributes:
+        points: the points. The original step is the last of them unless one that needs less memory is as fast.
+        devices: on how many the step runs; `Plan.predicted` is of all of them together.
     """
 
     points: tuple[FrontierPoint, ...]
+    devices: int = 1
 
     def __iter__(self) -> Iterator[FrontierPoint]:
         return iter(self.points)
@@ -73,25 +79,36 @@ class Frontier:
 
     def _figure(self) -> Any:
         given = self.points[-1].plan
-        points = [(point.extra_seconds / (given.predicted.seconds or 1), point.peak_bytes) for point in self.points]
+        points = [(self._share_of_time(point), point.peak_bytes) for point in self.points]
         return draw_frontier(points, f"Memory against time on {given.target}", "time")
 
     def _repr_html_(self) -> str:
         return to_html(str(self), self._figure)
 
+    def _share_of_time(self, point: FrontierPoint) -> float:
+        return self.devices * point.extra_seconds / (point.plan.predicted.seconds or 1)
+
     def __str__(self) -> str:
-        given = self.points[-1].plan.predicted
+        given = self.points[-1].plan
         has_host = any(point.plan.predicted.host_bytes for point in self.points)
-        head = f"{'peak':>12}  {'of plain':>8}  {'extra FLOPs':>11}  {'extra time':>10}"
+        head = f"{'temporary, predicted':>20}  {'of plain':>8}  {'extra FLOPs':>11}  {'extra time':>10}"
         lines = [head + (f"  {'on the host':>12}" if has_host else "")]
+        plain = given.predicted.plain_peak_bytes / self.devices
         for point in self.points:
-            host = f"  {point.plan.predicted.host_bytes / 1e6:9.1f} MB" if has_host else ""
-            lines.append(
-                f"{point.peak_bytes / 1e6:9.1f} MB  {point.peak_bytes / max(given.plain_peak_bytes, 1):8.0%}  "
-                f"{point.extra_flops / max(given.flops, 1):11.1%}  {point.extra_seconds / (given.seconds or 1):10.1%}"
-                f"{host}"
-            )
+            flops = point.extra_flops / max(given.predicted.flops, 1)
+            line = _line(point.peak_bytes, plain, flops, self._share_of_time(point))
+            line += f"  {point.plan.predicted.host_bytes / 1e6:9.1f} MB" if has_host else ""
+            if line != lines[-1]:
+                lines.append(line)
+        if given.is_plain:
+            lines[-1] += "  plain"
+        else:
+            lines.append(f"{_line(plain, plain, 0.0, 0.0)}  plain")
         return "\n".join(lines)
+
+
+def _line(peak: float, plain: float, extra_flops: float, extra_time: float) -> str:
+    return f"{peak / 1e6:17.1f} MB  {peak / max(plain, 1):8.0%}  {extra_flops:11.1%}  {extra_time:10.1%}"
 
 
 def trace_frontier(function: OptimizedFunction, args: tuple, kwargs: dict, *, budgets: int) -> Frontier:
@@ -99,10 +116,10 @@ def trace_frontier(function: OptimizedFunction, args: tuple, kwargs: dict, *, bu
     prepared, settings = function.prepare(*args, **kwargs), function.settings
     with SearchProgress() as progress, reporting_to(progress):
         every = Forms(prepared, settings).frontier(budgets)
-    plans = [decision_of(found, settings).plan for found in every]
-    return Frontier(
-        tuple(
-            FrontierPoint(plan.predicted.peak_bytes, plan.predicted.extra_seconds, plan.predicted.extra_flops, plan)
-            for plan in plans
-        )
-    )
+    devices = function.devices(prepared, args, kwargs)
+    return Frontier(tuple(_point(decision_of(found, settings).plan, devices) for found in every), devices)
+
+
+def _point(plan: Plan, devices: int) -> FrontierPoint:
+    found = plan.predicted
+    return FrontierPoint(found.peak_bytes // devices, found.extra_seconds / devices, found.extra_flops, plan)

@@ -15,7 +15,9 @@ import jax
 from remat_opt.callable.adapters import AdaptedFunction, lifted
 from remat_opt.callable.bound import BoundFunction
 from remat_opt.callable.donation import Undonated
+from remat_opt.callable.objects import refuse_objects
 from remat_opt.callable.planned import PlannedFunction, PlanNeeded
+from remat_opt.planner.collectives import number_of_devices
 from remat_opt.planner.decision import Measure
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.prepared import Prepared
@@ -24,6 +26,20 @@ from remat_opt.planner.step import read_step
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.targets import Target
 from remat_opt.trace import compat
+
+
+def _refusing_objects(method: Callable) -> Callable:
+    """The method, whose error names an argument that `jax.jit` does not take."""
+
+    @functools.wraps(method)
+    def asked(self: OptimizedFunction, *args, **kwargs):
+        try:
+            return method(self, *args, **kwargs)
+        except TypeError as error:
+            refuse_objects(error, self.original, self.options, args, kwargs)
+            raise
+
+    return asked
 
 
 class OptimizedFunction:
@@ -84,8 +100,9 @@ class OptimizedFunction:
         except jax.errors.JaxRuntimeError:
             if self._planned.jit_for(args, kwargs) is self._planned.jitted:
                 raise  # else it was the compiler of another platform than in the calls before
-        except Exception:
+        except Exception as error:
             if not self._for_modules(args, kwargs):  # jax.jit may not take them as arguments
+                refuse_objects(error, self.original, self.options, args, kwargs)
                 raise
         if delegate := self._for_modules(args, kwargs):
             return delegate(*args, **kwargs)
@@ -100,18 +117,23 @@ class OptimizedFunction:
     def _make_inner(self, description: compat.JitDescription) -> OptimizedFunction:
         return OptimizedFunction(description.fun, self.settings, description.options)
 
+    @_refusing_objects
     def lower(self, *args, **kwargs):
         """As `jax.jit(fun).lower`: the optimised step, lowered for these arguments."""
         if delegate := self._for_modules(args, kwargs):
             return delegate.lower(*args, **kwargs)
-        return self._planned.with_plan(lambda jitted: jitted.lower(*args, **kwargs), args, kwargs)
+        lowered = self._planned.with_plan(lambda jitted: jitted.lower(*args, **kwargs), args, kwargs)
+        self._planned.report_call(args, kwargs)
+        return lowered
 
+    @_refusing_objects
     def trace(self, *args, **kwargs):
         """As `jax.jit(fun).trace`: the optimised step, traced for these arguments."""
         if delegate := self._for_modules(args, kwargs):
             return delegate.trace(*args, **kwargs)
         return self._planned.with_plan(lambda jitted: jitted.trace(*args, **kwargs), args, kwargs)
 
+    @_refusing_objects
     def eval_shape(self, *args, **kwargs):
         """As `jax.jit(fun).eval_shape`; nothing is planned."""
         if delegate := self._for_modules(args, kwargs):
@@ -124,17 +146,26 @@ class OptimizedFunction:
             return delegate.jaxpr(*args, **kwargs)
         return self.trace(*args, **kwargs).jaxpr
 
+    @_refusing_objects
     def plan(self, *args, **kwargs) -> Plan:
         """What was decided for these arguments (arrays or `jax.ShapeDtypeStruct`s)."""
         if delegate := self._for_modules(args, kwargs):
             return delegate.plan(*args, **kwargs)
         return self._planned.decision(args, kwargs).plan
 
+    @_refusing_objects
     def explain(self, *args, **kwargs) -> Explanation:
         """What is saved, what is recomputed, why, and what it costs; `print` it, or `.save("picture.png")`."""
         if delegate := self._for_modules(args, kwargs):
             return delegate.explain(*args, **kwargs)
-        return explain(self._planned.decision(args, kwargs))
+        decision = self._planned.decision(args, kwargs)
+        return explain(decision, self.devices(decision.prepared, args, kwargs))
+
+    def devices(self, prepared: Prepared, args: tuple, kwargs: dict) -> int:
+        """On how many devices the step runs; where it is more than one, the graph is of all of them together."""
+        if not prepared.is_divided:
+            return 1
+        return number_of_devices(prepared.captured.program, (args, kwargs), self.options)
 
     def undonated(self, *args, **kwargs) -> Undonated | None:
         """State among these arguments that comes back as results and is not donated; None where it is little."""
@@ -142,6 +173,7 @@ class OptimizedFunction:
             return delegate.ask(lambda inner, a, k: inner.undonated(*a, **k), args, kwargs)
         return self._planned.undonated(self._planned.decision(args, kwargs), args)
 
+    @_refusing_objects
     def prepare(self, *args, **kwargs) -> Prepared:
         """Trace and read the step for these arguments, without searching.
 

@@ -33,13 +33,13 @@ class Measurement:
     Attributes:
         name: of the step.
         target: name of the device that was compiled for.
-        plain: the original step; None where only an optimised one was given, or where it does not fit.
+        plain: the original step; None where it does not fit.
         optimized: the step as `optimize` writes it; None where it does not fit.
         plan: what `optimize` decided.
         plain_refusal: why the compiler refused the plain step (TPU compilers refuse what does not fit the device; its
             `needed_bytes` says how much that would be); None where it did not.
         optimized_refusal: the same of the optimised step.
-        plain_flops: FLOPs of the plain step, loops times their length; None where it was not measured.
+        plain_flops: FLOPs of the plain step, loops times their length.
         optimized_flops: the same of the optimised step.
         undonated: state that donation would save memory for; None where there is little.
     """
@@ -80,8 +80,6 @@ class Measurement:
 
     def _table(self) -> list[str]:
         columns = {"plain": (self.plain, self.plain_flops), "remat_opt": (self.optimized, self.optimized_flops)}
-        if self.plain is None and self.plain_refusal is None:
-            del columns["plain"]
         lines = [f"{'':32}" + "".join(f"{name:>15}" for name in columns)]
         rows = [
             (label, [figures and read(figures) for figures, _ in columns.values()], show) for label, read, show in _ROWS
@@ -142,6 +140,13 @@ class Measurement:
         return [f"XLA itself recomputes{limit}: {counts}."]
 
 
+_LOOKED_UP = 1e-3  # seconds; no compiler is as fast: JAX had the program, as from a call
+
+
+def _compiling(seconds: float) -> str:
+    return format_seconds(seconds) if seconds > _LOOKED_UP else "done before"
+
+
 _SENT = "arrays sent between devices"
 _ON_HOST = "temporary memory of the host"
 _FLOPS = "FLOPs, loops times their length"
@@ -155,44 +160,50 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
     (_ON_HOST, lambda figures: figures.host_temp_bytes, format_bytes),
     (_COMPILERS_FLOPS, lambda figures: figures.flops, format_flops),
     (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
-    ("compiling", lambda figures: figures.compile_seconds, format_seconds),
+    ("compiling", lambda figures: figures.compile_seconds, _compiling),
 )
 _DIVIDED = "Figures are those of one device; FLOPs are those of all devices together."
 _AFTER_MEMORY = 6  # where our own count stands among the compiler's figures
 _COMPARED = frozenset({"temporary memory", "physical peak", _FLOPS, _COMPILERS_FLOPS})
 
 
-def measure_step(step: Any, target: Target | None, with_plain: bool, args: tuple, kwargs: dict) -> Measurement:
+def measure_step(step: Any, target: Target | None, args: tuple, kwargs: dict) -> Measurement:
     """Compile an optimised step, and the one that it was made from, and read the compiler's figures.
 
     Args:
         step: what `optimize` returned.
         target: the device to compile for; None for the one that the step is planned for.
-        with_plain: whether the original step is measured, too.
         args: arguments of the step, arrays or `jax.ShapeDtypeStruct`s.
         kwargs: its keyword arguments.
     """
-    return step.ask(functools.partial(_measure, target=target, with_plain=with_plain), args, kwargs)
+    return step.ask(functools.partial(_measure, target=target), args, kwargs)
 
 
-def _measure(
-    step: OptimizedFunction, args: tuple, kwargs: dict, *, target: Target | None, with_plain: bool
-) -> Measurement:
+def _measure(step: OptimizedFunction, args: tuple, kwargs: dict, *, target: Target | None) -> Measurement:
     target = target or step.target
-    plain = plain_refusal = plain_flops = None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RematWarning)  # what they say is in the plan
         plan = step.plan(*args, **kwargs)
-        if with_plain:
-            jitted = jax.jit(step.original, **step.options)
+        jitted = jax.jit(step.original, **step.options)
+        plain, plain_refusal = _known_plain(plan, step, target), None
+        if plain is None:
             plain, plain_refusal = _compile(jitted, step, target, False, args, kwargs)
-            plain_flops = _count(jitted, step, target, False, args, kwargs)
+        plain_flops = _count(jitted, step, target, False, args, kwargs)
         optimized, optimized_refusal = _compile(step, step, target, not plan.is_plain, args, kwargs)
         optimized_flops = _count(step, step, target, not plan.is_plain, args, kwargs)
         undonated = step.undonated(*args, **kwargs)
     name = getattr(step.original, "__qualname__", repr(step.original))
     refusals, counts = (plain_refusal, optimized_refusal), (plain_flops, optimized_flops)
     return Measurement(name, target.name, plain, optimized, plan, *refusals, *counts, undonated)
+
+
+def _known_plain(plan: Plan, step: OptimizedFunction, target: Target) -> Figures | None:
+    """The figures of the original step where planning compiled it as a call of it would."""
+    given = step.options.get("compiler_options") or {}
+    ours = compiler_options_for(target.platform, given, offloads=step.settings.offload)
+    if step.settings.plan is not None or plan.target != target.name:
+        return None  # made elsewhere, or for another device
+    return None if step.settings.budget.fraction is not None and ours != given else plan.plain_measured
 
 
 def _count(

@@ -106,16 +106,11 @@ class PlannedFunction:
 
     def undonated(self, decision: Decision, args: tuple) -> Undonated | None:
         """State among these arguments that comes back as results and is not donated; None where it is little."""
-        if not decision.prepared.captured.original.outputs:  # a step that was not read
+        captured, needs = decision.prepared.captured, decision.plan.predicted.peak_bytes
+        if not captured.original.outputs:  # a step that was not read
             return None
-        return find_undonated(
-            decision.prepared.captured,
-            self._fun,
-            self._options,
-            args,
-            temp_bytes=decision.plan.predicted.peak_bytes,
-            several=decision.is_unchanged,
-        )
+        several = decision.is_unchanged
+        return find_undonated(captured, self._fun, self._options, args, temp_bytes=needs, several=several)
 
     # Planning on a miss
 
@@ -295,7 +290,13 @@ class PlannedFunction:
                 self._jits[platform] = jax.jit(standing_for(self._fun, weakref.WeakMethod(self._write)), **options)
             if calling:
                 self.jitted = self._jits[platform]
+                self.report_call(args, kwargs)
             return self._jits[platform]
+
+    def report_call(self, args: tuple, kwargs: dict) -> None:
+        """Warn where what was decided for these arguments is for another device than theirs."""
+        if self._decisions and (decision := self._decisions.get(self.plain.trace(*args, **kwargs).jaxpr)):
+            self._reporter.report_call(decision)
 
     def _candidate(self, traced: Any) -> tuple[Prepared, Solution]:
         handed = getattr(self._handed, "candidate", None)
@@ -331,6 +332,7 @@ class PlannedFunction:
         decision = self.decision(args, kwargs)
         if decision.is_unchanged:
             return self.plain(*args, **kwargs)
+        self._reporter.report_call(decision)
         if platform_of(decision.prepared.captured.traced, self.target) == "cpu":
             self._reporter.warn(
                 "called inside another jit, grad, vmap or scan: compiler options cannot be set there, so that nothing "

@@ -35,7 +35,7 @@ class Reporter:
         return getattr(self._fun, "__qualname__", None) or repr(self._fun)
 
     def report(self, decision: Decision) -> None:
-        """Warn if the step runs unchanged, or if its figures were not checked on this device."""
+        """Warn if the step runs unchanged, or by a plan from elsewhere."""
         plan = decision.plan
         if self._settings.offload and decision.prepared.target.host_bandwidth is None:
             self.warn(f"{self.name}: nothing goes to the host: the memory of {plan.target} is the host's")
@@ -46,6 +46,12 @@ class Reporter:
             return
         if self._settings.plan is not None and (elsewhere := made_elsewhere(self._settings.plan, plan.target)):
             self.warn(f"{self.name}: {elsewhere} and were not checked here")
+
+    def report_call(self, decision: Decision) -> None:
+        """Warn if a step is called, or lowered, for another device than it is planned for."""
+        plan = decision.plan
+        if plan.is_plain:
+            return
         device = device_lowered_for(decision.prepared.captured.traced)
         planned_for = plan.target.partition(":")[0]  # a topology is of several devices of one target
         called_on = planned_for if device is None else target_of(device).name

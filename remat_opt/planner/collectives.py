@@ -92,9 +92,13 @@ def without_repeats(
     of_plain = plain and plain.collectives
     note = best.plan.note
     if of_plain and size > MORE * of_plain.bytes:
-        said = f"each device sends {size} bytes to others, {of_plain.bytes} in the step as it was given"
+        said = f"each device sends {_unit(size)} to others, {_unit(of_plain.bytes)} in the step as it was given"
         note = "; ".join(filter(None, (note, said)))
     return best.with_plan(plain_measured=plain, note=note)
+
+
+def _unit(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB" if count >= 1e7 else f"{count / 1e3:,.1f} kB"
 
 
 def _measured(measure: Measure, decision: Decision) -> Decision:

@@ -46,6 +46,10 @@ class Curve:
         """When the peak is first reached."""
         return float(self.begins[int(self.live.argmax())])
 
+    def share(self, parts: int) -> Curve:
+        """The curve of one of so many devices, which share bytes and time equally."""
+        return self if parts == 1 else Curve(self.begins / parts, self.live // parts, self.recomputed)
+
 
 def curve_of(graph: Graph, schedule: Schedule, liveness: Liveness) -> Curve:
     """Put a simulated schedule on a time axis, by the ops' estimated seconds (all alike where those are not known)."""

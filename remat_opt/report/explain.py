@@ -40,8 +40,8 @@ class Explanation(Findings):
         save(draw_step(self), path)
 
 
-def explain(decision: Decision) -> Explanation:
-    """Build the explanation of a decision."""
+def explain(decision: Decision, devices: int = 1) -> Explanation:
+    """Build the explanation of a decision for a step on so many devices."""
     prepared, solution, bridge = decision.prepared, decision.solution, decision.prepared.bridge
     graph, program = bridge.graph, bridge.program
     names = (_name_of_loop(program.equations[at], prepared.chunks) for at in bridge.equation_of)
@@ -56,7 +56,7 @@ def explain(decision: Decision) -> Explanation:
         seconds=dict(decision.seconds),
         loops=prepared.loops.written if prepared.original and prepared.loops else (),
         flops_note=note_of_loops(prepared.captured.original),
-        is_divided=prepared.is_divided,
+        devices=devices,
         tensors=name_values(program, range(len(program.avals))),
         loop_ops=loops,
         stacks={value: bytes_anywhere(program.avals[value]) for value in graph.host if graph.producer[value] in loops},

@@ -45,6 +45,11 @@ class Life:
     size: int
     spans: tuple[Span, ...]
 
+    def share(self, parts: int) -> Life:
+        """The same on one of so many devices, which share bytes and time equally."""
+        spans = (Span(one.begin / parts, one.end / parts, one.place) for one in self.spans)
+        return Life(self.name, self.size // parts, tuple(spans))
+
 
 def lives_of(
     graph: Graph,

@@ -47,15 +47,15 @@ def draw_step(explanation: Findings) -> Any:
 
 
 def _draw_curves(axes: Any, explanation: Findings) -> None:
-    plan, predicted = explanation.plan, explanation.plan.predicted
+    plan, predicted = explanation.plan, explanation.predicted
     _draw(axes, explanation.before, _BEFORE, "as given")
     if not plan.is_plain:
         _draw(axes, explanation.after, _AFTER, "planned")
     if predicted.host_bytes:
         _draw(axes, explanation.on_host, _HOST, "on the host")
     axes.set_ylim(bottom=0)
-    everywhere = ", all devices" if explanation.is_divided else ""
-    axes.set_ylabel(f"live temporary memory (MB{everywhere})")
+    share = ", of one device" if explanation.devices > 1 else ""
+    axes.set_ylabel(f"live temporary memory (MB{share})")
     change = format_change(explanation.after.peak, explanation.before.peak)
     axes.set_title(
         "Nothing is recomputed" if plan.is_plain else f"Predicted peak {change}", loc="left", fontsize="medium"

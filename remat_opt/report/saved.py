@@ -13,6 +13,7 @@ from remat_opt.graph.liveness import Liveness
 from remat_opt.planner.plan import Plan
 
 _NUMBER = re.compile(r"\d+")
+_DRAWS = ("random_", "rng_", "threefry")  # how primitives that make keys and random bits are called
 
 
 class Reason(enum.Enum):
@@ -20,6 +21,7 @@ class Reason(enum.Enum):
 
     CROSSES_A_CUT = "crossing a cut: read again when a later segment is recomputed"
     EXPENSIVE = "expensive to recompute: results of products, convolutions and the like inside a recomputed segment"
+    RANDOM = "random bits and keys inside a recomputed segment, kept rather than drawn again"
     INSIDE = "from inside a recomputed segment, kept rather than made again"
     NOT_RECOMPUTED = "from parts of the step that are not recomputed, for their own backward"
     NOT_REPEATABLE = "made by an operation that must not run twice"
@@ -103,6 +105,8 @@ def reasons_of(plan: Plan, graph: Graph, values: Iterable[int]) -> dict[int, Rea
             return Reason.CROSSES_A_CUT
         if made_in not in recomputed_segments:
             return Reason.NOT_RECOMPUTED
+        if graph.ops[maker].name.startswith(_DRAWS):
+            return Reason.RANDOM
         return Reason.EXPENSIVE if graph.ops[maker].kind in (Kind.CONTRACTION, Kind.OPAQUE) else Reason.INSIDE
 
     return {value: reason(value) for value in values}

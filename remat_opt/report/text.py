@@ -54,7 +54,7 @@ def _budget(budget: int | float | str) -> str:
 
 
 def _summary(explanation: Findings) -> list[str]:
-    plan, predicted = explanation.plan, explanation.plan.predicted
+    plan, predicted = explanation.plan, explanation.predicted
     if plan.is_plain:
         reason = f": {plan.note}" if plan.note else ""
         text = (
@@ -103,12 +103,20 @@ def _summary(explanation: Findings) -> list[str]:
         what = "order" if plan.reordered else "form"
         done.append(f"Operations are written in another {what} that keeps less; nothing is computed again.")
     extra, less = predicted.extra_flops, "more" if predicted.extra_flops >= 0 else "fewer"
+    what, before, after = _goes_from(explanation)
     done.append(
-        f"The predicted peak of temporary memory goes from {format_bytes(predicted.plain_peak_bytes)} to "
-        f"{format_bytes(predicted.peak_bytes)} ({format_change(predicted.peak_bytes, predicted.plain_peak_bytes)}) for "
+        f"{what} goes from {format_bytes(before)} to {format_bytes(after)} ({format_change(after, before)}) for "
         f"{_percent(abs(extra), predicted.flops)} {less} FLOPs."
     )
     return textwrap.wrap(" ".join(done), WIDTH)
+
+
+def _goes_from(explanation: Findings) -> tuple[str, int, int]:
+    """What the summary says of memory, with its bytes before and after: of several devices the compiler knows best."""
+    plan, predicted = explanation.plan, explanation.predicted
+    if explanation.devices > 1 and plan.plain_measured and plan.measured:
+        return "Temporary memory of one device", plan.plain_measured.temp_bytes, plan.measured.temp_bytes
+    return "The predicted peak of temporary memory", predicted.plain_peak_bytes, predicted.peak_bytes
 
 
 def _percent(part: float, whole: float) -> str:
@@ -137,15 +145,15 @@ class _Quantity(NamedTuple):
 
 
 def _figures(explanation: Findings) -> list[str]:
-    plan, predicted = explanation.plan, explanation.plan.predicted
+    plan, predicted = explanation.plan, explanation.predicted
     before, after = plan.plain_measured, plan.measured
     peaks = (predicted.plain_peak_bytes, predicted.peak_bytes)
     flops = (predicted.flops, predicted.flops + predicted.extra_flops)
     seconds = (predicted.seconds, predicted.seconds + predicted.extra_seconds)
     quantities = [_Quantity("temporary memory, predicted peak", format_bytes, *peaks)]
-    if not plan.is_plain and explanation.plain.peak < 0.99 * predicted.plain_peak_bytes:
+    if not plan.is_plain and explanation.all_saved_peak < 0.99 * predicted.plain_peak_bytes:
         label = "  … with everything saved, updates early"
-        quantities.append(_Quantity(label, format_bytes, None, explanation.plain.peak))
+        quantities.append(_Quantity(label, format_bytes, None, explanation.all_saved_peak))
     if plan.is_plain:
         before = before or after
     if before or after:
@@ -163,24 +171,36 @@ def _figures(explanation: Findings) -> list[str]:
     rows = [quantity.as_row(alone=plan.is_plain) for quantity in quantities]
     note = explanation.flops_note
     counted = [f"{note[0].upper()}{note[1:]}."] if note else []
-    said = [*counted, *_of_devices(explanation), *_how_measured(before, after), *_recomputed_by_xla(explanation)]
+    said = [
+        *counted,
+        *_of_devices(explanation),
+        *_how_measured(explanation, before, after),
+        *_recomputed_by_xla(explanation),
+    ]
     return [_row("", *heads), *rows, *said]
 
 
 def _of_devices(explanation: Findings) -> list[str]:
-    if not explanation.is_divided:
+    if explanation.devices == 1:
         return []
-    text = "Compiled figures are those of one device; predictions are of all devices together."
+    text = (
+        f"Memory and time are those of one of {explanation.devices} devices, predicted as if all were divided equally; "
+        "FLOPs are those of all devices together."
+    )
     return textwrap.wrap(text, WIDTH)
 
 
-def _how_measured(before: Figures | None, after: Figures | None) -> list[str]:
-    compiled = after or before
+def _how_measured(explanation: Findings, before: Figures | None, after: Figures | None) -> list[str]:
+    compiled, plan = after or before, explanation.plan
     if compiled is None:
         return ["Not compiled while planning: the figures are predicted."]
-    if not compiled.note:
-        return []
-    return textwrap.wrap(f"{compiled.note[0].upper()}{compiled.note[1:]}.", WIDTH)
+    said = [f"{compiled.note[0].upper()}{compiled.note[1:]}."] if compiled.note else []
+    if before is not None and isinstance(plan.budget, float) and plan.target.startswith("cpu"):
+        said.append(
+            "The step before is compiled with the options that keep recomputation on the CPU: the budget is a part of "
+            "what it needs with them. `measure` compiles it without."
+        )
+    return [line for text in said for line in textwrap.wrap(text, WIDTH)]
 
 
 def _recomputed_by_xla(explanation: Findings) -> list[str]:
@@ -215,6 +235,7 @@ def _timings(explanation: Findings) -> list[str]:
 
 def _loops(explanation: Findings) -> list[str]:
     lines = [f"Loops: {format_count(len(explanation.loops), 'pair')} of a forward and a backward loop"]
+    parts = explanation.devices
     for loop in explanation.loops:
         choice = loop.choice
         kept = "its carry at every step"
@@ -233,7 +254,7 @@ def _loops(explanation: Findings) -> list[str]:
             if chunks.in_chunk:
                 kept += f", with {format_count(len(chunks.in_chunk), 'tensor')} for so many steps at a time"
         sizes = (
-            f", {format_bytes(loop.given_bytes)} → {format_bytes(loop.bytes)}"
+            f", {format_bytes(loop.given_bytes / parts)} → {format_bytes(loop.bytes / parts)}"
             if loop.given_bytes and loop.bytes
             else ""
         )
@@ -249,7 +270,7 @@ def _saved(explanation: Findings) -> list[str]:
     there = explanation.plain.at(explanation.plain.peak_position)
     lines = [
         f"Saved: {format_count(len(explanation.held), 'tensor')}, {format_bytes(explanation.held_bytes)}   "
-        f"(with everything saved {len(there)} are live at the peak, {format_bytes(explanation.plain.peak)})"
+        f"(with everything saved {len(there)} are live at the peak, {format_bytes(explanation.all_saved_peak)})"
     ]
     for reason in Reason:
         groups = [group for group in explanation.groups if group.reason is reason]
@@ -270,7 +291,7 @@ def _saved_for(reason: Reason, groups: list[Group]) -> list[str]:
         f"{count} ({format_bytes(total)}) {reason.value}", WIDTH, initial_indent="  ", subsequent_indent="    "
     )
     for group in groups[:MOST_GROUPS]:
-        spared = f"   spares {format_flops(group.flops)}" if reason is Reason.EXPENSIVE and group.flops else ""
+        spared = f"   spares {format_flops(group.flops)}" if group.flops else ""
         times = f"{group.count} ×" if group.count > 1 else ""
         lines.extend(_named(f"    {times:>5}{format_bytes(group.size):>11}  ", group.name, spared))
     rest = groups[MOST_GROUPS:]
