@@ -70,6 +70,14 @@ def test_the_text_of_a_plan_gives_the_plan_back(plan: Plan) -> None:
     assert json.loads(plan.to_json())["schema"] == SCHEMA
 
 
+def test_a_plan_prints_in_a_few_lines(plan: Plan) -> None:
+    lines = str(plan).splitlines()
+    assert len(lines) <= 4
+    assert lines[0].startswith(f"Plan for cpu, budget 0.6: {len(plan.saved)} tensors saved")
+    assert f"{plan.measured.temp_bytes / 1e6:,.1f} MB compiled" in lines[1]
+    assert repr(plan) == str(plan)
+
+
 def test_plans_are_saved_and_loaded(plan: Plan, tmp_path: Path) -> None:
     for path in (tmp_path / "plan.json", str(tmp_path / "text.json")):
         plan.save(path)

@@ -151,6 +151,20 @@ class Plan:
     transfers: tuple[Transfer, ...] = ()
     timings: tuple[Timing, ...] = ()
 
+    def __repr__(self) -> str:
+        """What is saved and what it costs, in place of every type and operation, which `to_json` has."""
+        found, segments = self.predicted, sum(run.recomputed for run in self.runs)
+        budget = "no budget" if self.budget is None else f"budget {self.budget!r}"
+        does = f"{len(self.saved)} tensors saved, {segments} segments recomputed"
+        does = "nothing is changed" if self.is_plain else does
+        flops = f"{100 * found.extra_flops / max(found.flops, 1):+.1f} % FLOPs"
+        size = f"{found.plain_peak_bytes / 1e6:,.1f} MB → {found.peak_bytes / 1e6:,.1f} MB predicted"
+        if self.measured is not None:
+            before = "" if self.plain_measured is None else f"{self.plain_measured.temp_bytes / 1e6:,.1f} MB → "
+            size = f"{before}{self.measured.temp_bytes / 1e6:,.1f} MB compiled"
+        lines = [f"Plan for {self.target}, {budget}: {does}, {flops}", f"temporary memory: {size}"]
+        return "\n".join([*lines, *([self.note] if self.note else [])])
+
     @property
     def is_plain(self) -> bool:
         """Whether nothing is changed: the step runs unchanged."""
