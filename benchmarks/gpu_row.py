@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 import remat_opt
 from benchmarks.row import answer, find_row, said_of
-from benchmarks.tables import Row, is_planned
+from benchmarks.tables import OFFLOAD, TUNED, Row, is_planned
 from benchmarks.variants import example_of, write
 from remat_opt.examples import TrainingExample
 from remat_opt.planner.plan import Plan
@@ -64,7 +65,7 @@ def plan_file(folder: Path, row: Row, variant: str) -> Path:
 
 
 def _lowered(row: Row, variant: str, plans: Path | None) -> tuple[TrainingExample, Any, Plan | None]:
-    if not is_planned(variant) or plans is None:
+    if not is_planned(variant) or plans is None or variant.startswith(TUNED):
         written = write(row, variant, attached_target().name, {}, verify=False)
         return written.example, written.step.lower(*written.example.abstract_args), written.plan
     example = example_of(row)
@@ -120,18 +121,19 @@ def _allocated(ready: Ready, steps: int = 2) -> tuple[int | None, list[float]]:
 
 
 def _seconds(ready: Mapping[str, Ready], turns: int) -> dict[str, list[float]]:
-    """Seconds of a step in each turn but the first; all take turns."""
-    states = {name: each.example.init() for name, each in ready.items()}
-    batches = {name: each.example.batch() for name, each in ready.items()}
+    """Seconds of a step in each turn but the first; all take turns, on one state where they have the same parameters:
+    the largest networks leave no room for more."""
+    kinds = {name: jax.tree.structure(each.example.abstract_args) for name, each in ready.items()}
+    given = {kinds[name]: (each.example.init(), each.example.batch()) for name, each in ready.items()}
     seconds: dict[str, list[float]] = {name: [] for name in ready}
     for turn in range(turns + 1):
         for name, each in ready.items():
-            state, loss = jax.block_until_ready(states.pop(name)), None
+            (state, batch), loss = jax.block_until_ready(given.pop(kinds[name])), None
             started = time.perf_counter()
             for _ in range(STEPS_IN_A_TURN):
-                state, loss = each.call(state, *batches[name])
+                state, loss = each.call(state, *batch)
             jax.block_until_ready((state, loss))
-            states[name] = state
+            given[kinds[name]] = state, batch
             if turn:
                 seconds[name].append((time.perf_counter() - started) / STEPS_IN_A_TURN)
     return seconds
@@ -148,6 +150,8 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
         ready, failed = compile_all(row, request.variants, plans)
     with _turn(fcntl.LOCK_EX):
         results, seconds = _run(ready, failed, request.turns)
+    if any(variant.startswith(OFFLOAD) for variant in results):
+        about["host_bandwidth"] = _host_bandwidth()
     for variant in request.variants:
         if variant in failed:
             yield {"variant": variant, "result": {"error": failed[variant], **about}}
@@ -155,6 +159,19 @@ def measure(request: Request) -> Iterator[dict[str, Any]]:
             found = seconds[variant]
             spread = [round(each, 6) for each in (min(found), statistics.median(found), max(found))]
             yield {"variant": variant, "result": {**results[variant], "step_seconds": spread, **about}}
+
+
+def _host_bandwidth(size: int = 2**30) -> list[float]:
+    """Bytes per second of one large copy to the host's pinned memory, and of one back."""
+    device = jax.devices()[0]
+    here, there = (jax.sharding.SingleDeviceSharding(device, memory_kind=kind) for kind in ("device", "pinned_host"))
+    found, array = [], jax.device_put(jnp.zeros(size, jnp.int8), here)
+    jax.block_until_ready(jax.device_put(array, there))  # which takes the host's memory
+    for place in (there, here):
+        started = time.perf_counter()
+        array = jax.block_until_ready(jax.device_put(array, place))
+        found.append(size / (time.perf_counter() - started))
+    return found
 
 
 @contextlib.contextmanager

@@ -3,6 +3,8 @@
     python -m benchmarks.on_gpu plan --table feng_huang --rows resnet50    # anywhere: plans by the absent compiler
     python -m benchmarks.on_gpu plan --target attached --rows resnet50     # or on the GPU, checked by its own compiler
     python -m benchmarks.on_gpu run --table feng_huang --rows resnet50     # on the GPU, with those plans
+    python -m benchmarks.on_gpu plan --session                             # anywhere: plans of the most telling steps
+    python -m benchmarks.on_gpu run --session --minutes 12                 # on the GPU: these, as far as the time goes
     python -m benchmarks.on_gpu batch --rows resnet50 --batches plain=280,320 nn.remat=800,900 ours=1600,1800
 
 Planning needs no GPU, so it is apart: what a GPU is lent for is spent on it. Plans are for the JAX that made them.
@@ -16,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -23,13 +26,13 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.gpu_row import Request, compile_all, plan_file
 from benchmarks.pages import page
 from benchmarks.results_file import RESULTS, Results, file_of, load, save
 from benchmarks.row import said_of
-from benchmarks.tables import TABLES, Row, is_planned
+from benchmarks.tables import TABLES, TUNED, Row, is_planned
 from remat_opt.targets import attached_target
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -37,8 +40,31 @@ FILE = RESULTS / "on_gpu.json"
 BATCHES = RESULTS / "on_gpu_batches.json"
 VARIANTS = ("plain", "nn.remat", "dots_saveable", "ours", "ours@nn.remat", "ours@dots_saveable")
 ATTACHED = "attached"
-Listed = tuple[str, Row]
-"""A row, behind the name of its table."""
+_BY_HAND = ("plain", "nn.remat")
+SESSION = {
+    "resnet50": (*_BY_HAND, "dots_saveable", "ours@nn.remat", "ours@0.5", "ours@0.3", "offload@0.3", "ours"),
+    "gpt_1b_scan": (*_BY_HAND, "ours@nn.remat", "ours@0.5", "ours@0.1", "offload@0.1", "ours"),
+    "lstm_scan": ("nn.remat", "ours@nn.remat", "ours"),
+    "gpt_scan": (*_BY_HAND, "dots_saveable", "ours@nn.remat", "ours@0.5", "ours@0.3", "offload@0.3", "tuned@0.3"),
+    "vit_b16": (*_BY_HAND, "ours@nn.remat", "ours@0.3", "offload@0.3", "split@8", "ours"),
+    "unet": (*_BY_HAND, "dots_saveable", "ours@nn.remat", "ours@0.3", "split@8"),
+    "vgg16": (*_BY_HAND, "ours@nn.remat", "split@16", "tuned@0.5"),
+}
+"""What a GPU that is lent for minutes is to tell, the most telling network first."""
+
+
+class Listed(NamedTuple):
+    """A row, with the name of its table and what is to be planned or run of it."""
+
+    table: str
+    row: Row
+    variants: Sequence[str]
+
+
+def session() -> list[Listed]:
+    """The rows of `SESSION`, in its order."""
+    found = {row.network: (table, row) for table, rows in TABLES.items() for row in rows if not row.small}
+    return [Listed(*found[network], variants) for network, variants in SESSION.items()]
 
 
 def plan(rows: Sequence[Listed], options: argparse.Namespace) -> None:
@@ -48,9 +74,9 @@ def plan(rows: Sequence[Listed], options: argparse.Namespace) -> None:
     given = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"} if is_attached else {"JAX_PLATFORMS": "cpu"}
 
     def one(listed: Listed) -> None:
-        table, row = listed
+        table, row, variants = listed
         command = [sys.executable, "-m", "benchmarks.on_gpu", "plan-row", "--table", table, "--rows", row.network]
-        command += ["--variants", options.variants, "--plans", str(options.plans), "--target", options.target]
+        command += ["--variants", ",".join(variants), "--plans", str(options.plans), "--target", options.target]
         try:
             subprocess.run(command, cwd=ROOT, env={**os.environ, **given}, timeout=options.time_limit)
         except subprocess.TimeoutExpired:
@@ -73,7 +99,8 @@ def plan_row(table: str, row: Row, variants: Sequence[str], target: str, folder:
     """
     from benchmarks.variants import write
 
-    planned = [variant for variant in filter(is_planned, variants) if not plan_file(folder, row, variant).exists()]
+    here = [variant for variant in filter(is_planned, variants) if not variant.startswith(TUNED)]  # that is on the GPU
+    planned = [variant for variant in here if not plan_file(folder, row, variant).exists()]
     known = load(file_of(table, target)).get(row.key, {})
     if target == ATTACHED:
         target = attached_target().name
@@ -118,21 +145,22 @@ def ask(request: Request, memory_fraction: float | None = None, time_limit: floa
 
 def run(rows: Sequence[Listed], options: argparse.Namespace) -> None:
     """Run what has no result yet. Several networks compile at once, and run one after the other when all have."""
-    file, variants = options.results / FILE.name, options.variants.split(",")
+    file, end = options.results / FILE.name, time.monotonic() + 60 * options.minutes
     fraction = None if min(options.at_once, len(rows)) == 1 else options.memory_fraction
 
     def one(listed: Listed) -> tuple[Row, dict[str, Any]]:
-        table, row = listed
-        request = Request(table, row.key, variants, str(options.plans), options.turns)
-        answers = ask(request, memory_fraction=fraction, time_limit=options.time_limit)
+        table, row, variants = listed
+        request = Request(table, row.key, [*variants], str(options.plans), options.turns)
+        left = min(options.time_limit, end - time.monotonic())
+        answers = ask(request, memory_fraction=fraction, time_limit=left) if left > 0 else ()
         return row, {answer["variant"]: answer["result"] for answer in answers}
 
-    def is_wanted(row: Row) -> bool:
-        known = load(file).get(row.key, {})
-        return options.again or not all("step_seconds" in known.get(variant, {}) for variant in variants)
+    def is_wanted(listed: Listed) -> bool:
+        known = load(file).get(listed.row.key, {})
+        return options.again or not all("step_seconds" in known.get(variant, {}) for variant in listed.variants)
 
     with ThreadPoolExecutor(options.at_once) as pool:
-        running = [pool.submit(one, (table, row)) for table, row in rows if is_wanted(row)]
+        running = [pool.submit(one, listed) for listed in rows if is_wanted(listed)]
         for done in as_completed(running):
             row, answers = done.result()
             results = load(file)
@@ -177,6 +205,9 @@ def to_markdown(results: Results) -> str:
         "compiler beside the GPU, which tries kernels, and by the allocator while two steps ran alone (–: choosing "
         "kernels took more before). Time is the median of turns, all variants taking turns in one process."
     )
+    steps = [each for row in results.values() for each in row.values()]
+    for out, back in sorted({tuple(each["host_bandwidth"]) for each in steps if "host_bandwidth" in each}):
+        about += f" A large copy to the host's memory ran at {out / 1e9:.0f} GB/s, back at {back / 1e9:.0f} GB/s."
     return page("Steps that ran on a GPU", about, COLUMNS, lines)
 
 
@@ -219,6 +250,8 @@ def main() -> None:
     )
     parser.add_argument("--rows", help="networks, with commas between them; default: all")
     parser.add_argument("--variants", default=",".join(VARIANTS), help="with commas; default: %(default)s")
+    parser.add_argument("--session", action="store_true", help="`plan` and `run`: the most telling steps of all tables")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="`run`: no network runs longer")
     parser.add_argument("--target", default="h200", help="to plan for, or `attached`; default: %(default)s")
     parser.add_argument("--plans", type=Path, default=ROOT / ".plans", help="folder of the plans")
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the results")
@@ -238,18 +271,23 @@ def main() -> None:
     options = parser.parse_args()
     tables = options.table.split(",")
     wanted = options.rows and options.rows.split(",")
-    rows = [(table, row) for table in tables for row in TABLES[table] if not wanted or row.network in wanted]
+    variants = options.variants.split(",")
+    rows = [
+        Listed(table, row, variants) for table in tables for row in TABLES[table] if not wanted or row.network in wanted
+    ]
+    if options.session:
+        rows = session()
     if options.what == "plan":
         plan(rows, options)
     elif options.what == "plan-row":
-        plan_row(*rows[0], options.variants.split(","), options.target, options.plans)
+        plan_row(*rows[0], options.target, options.plans)
     elif options.what == "run":
         run(rows, options)
     else:
         file = options.results / BATCHES.name
         for tried in options.batches:
             variant, _, batches = tried.partition("=")
-            table, row = rows[0]
+            table, row, _ = rows[0]
             found = run_batches(table, row, variant, list(map(int, batches.split(","))), options)
             known = load(file).get(row.key, {})
             results = {**known, variant: {**known.get(variant, {}), **found}}

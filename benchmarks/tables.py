@@ -17,6 +17,9 @@ OURS = ("ours", BY_FLOPS)
 SPLIT = "split"
 """What `optimize` gives with the batch in chunks: `split@8` in eight."""
 
+OFFLOAD, TUNED = "offload", "tuned"
+"""What `optimize` gives with values on the host, and after it timed plans on the attached device."""
+
 VARIANTS = (
     "plain",
     "nn.remat",
@@ -33,7 +36,7 @@ VARIANTS = (
 
 def is_planned(variant: str) -> bool:
     """Whether a variant is a plan of `optimize`, and no step that JAX and Flax alone make."""
-    return variant.partition("@")[0] in (*OURS, SPLIT, "chen")
+    return variant.partition("@")[0] in (*OURS, SPLIT, OFFLOAD, TUNED, "chen")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Row:
         batch: examples in a batch; None for the source's.
         size: of an input, see `remat_opt.examples.Task`; None for the source's.
         small: the network's small twin, which compiles in seconds.
+        dtype: of the computation; parameters are float32.
         published: the source's figures.
     """
 
@@ -77,11 +81,13 @@ class Row:
     size: int | None = None
     small: bool = False
     published: Published | None = None
+    dtype: str = "float32"
 
     @property
     def key(self) -> str:
         """Its name in the results."""
         given = [f"{name}={value}" for name, value in (("batch", self.batch), ("size", self.size)) if value]
+        given += [self.dtype] if self.dtype != "float32" else []
         return " ".join([self.network, *(["small"] if self.small else []), *given])
 
 
@@ -141,6 +147,7 @@ CHEN = (
 
 TRANSFORMERS = (
     *(Row(network) for network in ("gpt", "gpt_scan", "gpt2", "gpt2_scan", "vit_b16", "vit_b16_scan")),
+    Row("gpt_1b_scan", dtype="bfloat16"),
     *(Row(network) for network in ("transformer_base", "transformer_big", "dynamicconv_iwslt", "dynamicconv_wmt")),
 )
 

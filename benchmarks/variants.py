@@ -4,7 +4,8 @@ A variant is named as on the command line: `plain`; `nn.remat`, by hand round ev
 policy of `jax.checkpoint` round the whole network; `ours`, the least memory that costs at most one more forward pass;
 `ours@0.5`, ours with half of the plain step's temporary memory; `ours@nn.remat`, ours in the physical peak of another
 variant; `ours-by-flops@nn.remat`, the same with the fewest FLOPs instead of the least estimated time; `split@8`,
-the least memory with the batch in eight chunks, `split@8@0.9` the least time so within a budget.
+the least memory with the batch in eight chunks, `split@8@0.9` the least time so within a budget; `offload@0.3`, with
+values on the host; `tuned@0.5`, the fastest of the plans that were timed on the attached device.
 """
 
 from __future__ import annotations
@@ -18,9 +19,21 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+import jax.numpy as jnp
 
 import remat_opt
-from benchmarks.tables import BY_FLOPS, OFFLOAD_DOTS, OURS, POLICIES, SPLIT, VARIANTS, Row, is_planned
+from benchmarks.tables import (
+    BY_FLOPS,
+    OFFLOAD,
+    OFFLOAD_DOTS,
+    OURS,
+    POLICIES,
+    SPLIT,
+    TUNED,
+    VARIANTS,
+    Row,
+    is_planned,
+)
 from remat_opt.examples import TrainingExample, make_example
 from remat_opt.planner.plan import Plan
 from remat_opt.targets import CompilationOutOfMemory, Figures, measure_flat, resolve_target
@@ -77,7 +90,8 @@ def example_of(row: Row, variant: str = "plain") -> TrainingExample:
         policy = getattr(jax.checkpoint_policies, variant, None)
 
     wrap, remat = checkpointed if variant in (*POLICIES, OFFLOAD_DOTS) else None, variant == "nn.remat"
-    return make_example(row.network, batch=row.batch, size=row.size, small=row.small, remat=remat, wrap=wrap)
+    given = {"batch": row.batch, "size": row.size, "small": row.small, "dtype": jnp.dtype(row.dtype)}
+    return make_example(row.network, **given, remat=remat, wrap=wrap)
 
 
 def write(
@@ -102,8 +116,9 @@ def write(
     chunks, _, budget = budget.partition("@") if name == SPLIT else ("", "", budget)
     if not is_planned(variant):
         raise ValueError(
-            f"unknown variant {variant!r}; known are {', '.join(VARIANTS)}; after {'@ or '.join(OURS)}@ may stand any "
-            f"fraction or other variant, after {SPLIT}@ a number of chunks"
+            f"unknown variant {variant!r}; known are {', '.join(VARIANTS)}; after "
+            f"{'@, '.join((*OURS, OFFLOAD, TUNED))}@ may stand any fraction or other variant, after {SPLIT}@ a number "
+            "of chunks"
         )
     step = remat_opt.optimize(
         example.train_step,
@@ -111,13 +126,16 @@ def write(
         budget=_budget_of(budget, known),
         solver="chen" if name == "chen" else "auto",
         donate_argnums=example.donate_argnums,
-        verify=verify,
+        verify=verify or name == TUNED,  # what is timed is compiled
         split=bool(chunks) and int(chunks),
+        offload=name == OFFLOAD,
+        tune=name == TUNED,
     )
+    args = (example.init(), *example.batch()) if name == TUNED else example.abstract_args
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", remat_opt.RematWarning)  # what they say is in the plan's note
-        plan = step.plan(*example.abstract_args)
-        seconds = step.explain(*example.abstract_args).seconds
+        plan = step.plan(*args)
+        seconds = step.explain(*args).seconds
     return Written(step, example, plan, sum(spent for stage, spent in seconds.items() if stage != "compile"))
 
 

@@ -33,6 +33,8 @@ def _flops_of_equation(equation: Any) -> float:
         times = equation.params.get("length", 1) if equation.primitive is primitives.scan_p else 1
         if "grid_mapping" in equation.params:
             times = math.prod(equation.params["grid_mapping"].grid)
+        if "newly_manual_axes" in equation.params:  # of a shard_map: one device's part
+            times = math.prod(equation.params["mesh"].shape[axis] for axis in equation.params["newly_manual_axes"])
         return times * sum(map(flops_of, inner))
     results = [math.prod(variable.aval.shape) for variable in equation.outvars if hasattr(variable.aval, "shape")]
     if equation.primitive is primitives.dot_general_p:

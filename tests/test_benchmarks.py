@@ -1,8 +1,10 @@
 """The benchmarks: small rows made again and compared with the kept ones, resuming, and what the tables say."""
 
+import argparse
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -137,14 +139,33 @@ def test_a_variant_that_fails_is_told_and_the_next_are_measured() -> None:
 
 def test_a_step_runs_with_a_plan_that_was_made_before(tmp_path: Path) -> None:
     row = next(row for row in SMALL if row.network == "gpt_scan")
-    on_gpu.plan_row("small", row, ["plain", "ours@0.5"], on_gpu.ATTACHED, tmp_path)
-    request = gpu_row.Request("small", row.key, ["plain", "ours@0.5", "ours@0.3"], str(tmp_path), 1)
+    on_gpu.plan_row("small", row, ["plain", "ours@0.5", "tuned@0.5"], on_gpu.ATTACHED, tmp_path)
+    request = gpu_row.Request("small", row.key, ["plain", "ours@0.5", "ours@0.3", "tuned@0.5"], str(tmp_path), 1)
     found = {answer["variant"]: answer["result"] for answer in gpu_row.measure(request)}
     assert found["ours@0.5"]["temp_bytes"] == found["ours@0.5"]["checked_temp_bytes"]
     assert found["ours@0.5"]["temp_bytes"] < 0.6 * found["plain"]["temp_bytes"]
     assert found["ours@0.5"]["losses"] == pytest.approx(found["plain"]["losses"], rel=1e-5)
     assert "ours_at_0.3" in found["ours@0.3"]["error"]  # its plan was not made
-    assert on_gpu.to_markdown({row.key: found}).count("gpt_scan") == 3
+    assert found["tuned@0.5"]["temp_bytes"] < 0.6 * found["plain"]["temp_bytes"]
+    assert on_gpu.to_markdown({row.key: found}).count("gpt_scan") == 4
+
+
+def test_a_session_on_a_gpu_ends_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def ask(request: gpu_row.Request, *, time_limit: float, **_: Any) -> Iterator[dict[str, Any]]:
+        asked.append((request.key, time_limit))
+        monkeypatch.setattr("benchmarks.on_gpu.time.monotonic", lambda: 60.0 * len(asked))
+        yield from ({"variant": one, "result": {"error": "no GPU"}} for one in request.variants)
+
+    monkeypatch.setattr(on_gpu, "ask", ask)
+    monkeypatch.setattr("benchmarks.on_gpu.time.monotonic", lambda: 0.0)
+    options = {"results": tmp_path, "plans": tmp_path, "minutes": 2.5, "time_limit": 90, "again": False}
+    options |= {"at_once": 1, "memory_fraction": 1.0, "turns": 1}
+    on_gpu.run(on_gpu.session(), argparse.Namespace(**options))
+    assert asked == [("resnet50", 90), ("gpt_1b_scan bfloat16", 90), ("lstm_scan", 30)]
+    assert on_gpu.session()[1].row.dtype == "bfloat16"
+    assert {variant for one in on_gpu.session() for variant in one.variants} >= {"tuned@0.3", "offload@0.3", "split@8"}
 
 
 def test_steps_are_timed_in_turns() -> None:

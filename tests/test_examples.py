@@ -12,10 +12,13 @@ import pytest
 from checks import checkpoints_in
 from jax.extend.core import primitives
 
+from remat_opt import measure
 from remat_opt.examples import EXAMPLES, NETWORKS, Task, TrainingExample, make_example
 from remat_opt.examples.cells import NASNET, CellNetwork
+from remat_opt.examples.gpt import GPT
 from remat_opt.examples.lstm import Cell
 from remat_opt.examples.random_wiring import watts_strogatz
+from remat_opt.examples.training import training_example
 from remat_opt.examples.translation import banded
 from remat_opt.examples.vit import VisionTransformer
 
@@ -323,3 +326,13 @@ def test_a_random_graph_is_the_same_each_time_and_reads_only_earlier_nodes() -> 
 
 def test_unrewired_ring_is_the_regular_one() -> None:
     assert watts_strogatz(6, 4, 0.0, seed=0) == ((), (0,), (0, 1), (1, 2), (0, 2, 3), (0, 1, 3, 4))
+
+
+def test_flash_attention_in_a_loop_takes_less_for_an_absent_gpu() -> None:
+    network = GPT(6, 128, 2, 128, 0.0, num_classes=16, dtype=jnp.bfloat16, scan=True, flash=True)
+    batches = [Task.TEXT.batches(batch, size, 16, jnp.bfloat16) for batch, size in ((16, 128), (1, 128))]
+    example = training_example("flash", network, *batches)
+    figures = measure(jax.jit(example.train_step, donate_argnums=0), *example.abstract_args, target="h200")
+    assert figures.plain is not None
+    assert figures.temp_bytes is not None
+    assert figures.temp_bytes < 0.5 * figures.plain.temp_bytes

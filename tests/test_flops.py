@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
+from jax.sharding import AbstractMesh, PartitionSpec
 from loop_kernels import kernel_tanh
 
-from remat_opt.graph.build import kind_of
+from remat_opt.graph.build import build, kind_of
+from remat_opt.graph.cost import Rates
 from remat_opt.graph.graph import Kind
 from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.flops import flops_of
@@ -162,6 +164,24 @@ def test_elementwise_work_takes_one_flop_an_element_and_moving_takes_none() -> N
     assert ours(lambda x: jnp.tanh(x) + 1.0, (3, 5)) == 30
     assert ours(lambda x: x.sum(), (3, 5)) == 15
     assert ours(lambda x: jnp.flip(x.T.reshape(-1)[2:]), (3, 5)) == 0
+
+
+def test_a_graph_counts_what_several_kernels_repeat_once() -> None:
+    """Of a scan by halves hundreds of kernels read the same elementwise values."""
+
+    def fun(a: jax.Array, b: jax.Array) -> jax.Array:
+        return lax.associative_scan(lambda one, other: (one[0] * other[0], other[0] * one[1] + other[1]), (a, b))[1]
+
+    shapes = (256, 8), (256, 8)
+    program = inline(jax.make_jaxpr(fun)(*[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]))
+    assert build(program, Rates(1e12, {"float32": 1e14})).graph.flops == pytest.approx(ours(fun, *shapes), rel=0.01)
+
+
+def test_a_shard_map_takes_what_all_its_devices_do() -> None:
+    mesh = AbstractMesh((8,), ("data",))
+    spec = PartitionSpec("data")
+    mapped = jax.shard_map(lambda x: jnp.sin(x @ x.T), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    assert ours(mapped, (64, 4)) == 8 * ours(lambda x: jnp.sin(x @ x.T), (8, 4))
 
 
 def test_a_network_takes_what_xla_counts() -> None:

@@ -157,7 +157,7 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
     (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
     ("compiling", lambda figures: figures.compile_seconds, format_seconds),
 )
-_DIVIDED = "Figures are those of one device; FLOPs are those of all devices together, in a shard_map those of one."
+_DIVIDED = "Figures are those of one device; FLOPs are those of all devices together."
 _AFTER_MEMORY = 6  # where our own count stands among the compiler's figures
 _COMPARED = frozenset({"temporary memory", "physical peak", _FLOPS, _COMPILERS_FLOPS})
 

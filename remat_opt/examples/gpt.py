@@ -13,7 +13,7 @@ class GPT(nn.Module):
     """Tokens (batch, time) → logits of the next one (batch, time, num_classes); time is at most `context`.
 
     The embedding is also the last layer. `num_classes` is the size of the vocabulary. `scan` loops over the layers;
-    `remat` wraps every block in `nn.remat`.
+    `remat` wraps every block in `nn.remat`; `flash` is as of `transformer.Attention`.
     """
 
     layers: int = 12
@@ -25,6 +25,7 @@ class GPT(nn.Module):
     dtype: jnp.dtype = jnp.float32
     remat: bool = False
     scan: bool = False
+    flash: bool = False
 
     @nn.compact
     def __call__(self, tokens: jax.Array, train: bool) -> jax.Array:
@@ -38,7 +39,7 @@ class GPT(nn.Module):
         x = embedding(tokens) + positions[:time].astype(self.dtype)
         x = nn.Dropout(self.dropout_rate, deterministic=not train)(x)
         sizes = (self.layers, self.heads, 4 * self.width, self.dropout_rate, train, self.dtype)
-        x = Stack(*sizes, causal=True, scan=self.scan, remat=self.remat, name="stack")(x)
+        x = Stack(*sizes, causal=True, scan=self.scan, remat=self.remat, flash=self.flash, name="stack")(x)
         return embedding.attend(layer_norm(self.dtype, "final_norm")(x))
 
 
@@ -48,4 +49,6 @@ GPTS = {
     # The smaller one on which other tools were measured: no dropout.
     "gpt": partial(GPT, 12, 512, 8, 512, 0.0),
     "gpt_scan": partial(GPT, 12, 512, 8, 512, 0.0, scan=True),
+    # As large as one device holds with its gradients and moments.
+    "gpt_1b_scan": partial(GPT, 24, 2048, 16, 2048, 0.0, scan=True, flash=True),
 }

@@ -225,6 +225,16 @@ EXAMPLES: dict[str, Example] = {
     ),
     **_family(
         Task.TEXT,
+        _only(GPTS, "gpt_1b_scan"),
+        batch=8,
+        size=2048,
+        classes=50257,
+        source="GPT-3 XL of Brown et al., arXiv 2005.14165: 512 texts on many devices; 8 here",
+        small=partial(GPT, 2, 16, 2, 16, 0, scan=True),
+        small_size=8,
+    ),
+    **_family(
+        Task.TEXT,
         _only(GPTS, "gpt", "gpt_scan"),
         batch=8,
         size=512,

@@ -13,7 +13,8 @@ narrow_normal = nn.initializers.normal(0.02)  # Radford et al., GPT
 class Attention(nn.Module):
     """Multi-head attention of `x` to itself or to `memory`: (batch, time, width) → (batch, time, width).
 
-    `causal` hides what comes later in `x`. The weights are normalised in float32 and dropped out.
+    `causal` hides what comes later in `x`. The weights are normalised in float32 and dropped out. `flash` takes JAX's
+    Pallas kernel for GPUs, which keeps no weights (Dao et al., "FlashAttention", arXiv 2205.14135) and drops none.
     """
 
     heads: int
@@ -21,6 +22,7 @@ class Attention(nn.Module):
     train: bool
     dtype: jnp.dtype
     causal: bool = False
+    flash: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array, memory: jax.Array | None = None) -> jax.Array:
@@ -33,6 +35,9 @@ class Attention(nn.Module):
             projected = nn.Dense(2 * width, dtype=self.dtype, kernel_init=narrow_normal, name="key_value")(memory)
             key, value = jnp.split(projected, 2, -1)
         query, key, value = (y.reshape(*y.shape[:2], self.heads, width // self.heads) for y in (query, key, value))
+        if self.flash:
+            mixed = flash_attention(query, key, value, self.causal).reshape(x.shape)
+            return nn.Dense(width, dtype=self.dtype, kernel_init=narrow_normal, name="out")(mixed)
         scores = jnp.einsum("bqhd,bkhd->bhqk", query, key).astype(jnp.float32) / (width // self.heads) ** 0.5
         if self.causal:
             scores = jnp.where(jnp.tril(jnp.ones(scores.shape[-2:], bool)), scores, -jnp.inf)
@@ -40,6 +45,13 @@ class Attention(nn.Module):
         weights = nn.Dropout(self.dropout_rate, deterministic=not self.train)(weights)
         mixed = jnp.einsum("bhqk,bkhd->bqhd", weights, value).reshape(x.shape)
         return nn.Dense(width, dtype=self.dtype, kernel_init=narrow_normal, name="out")(mixed)
+
+
+def flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
+    """The mixed values of all heads, (batch, time, heads, width of a head), as of the other three."""
+    from jax.experimental.pallas.ops.gpu.attention import mha
+
+    return mha(query, key, value, segment_ids=None, sm_scale=query.shape[-1] ** -0.5, causal=causal)
 
 
 class FeedForward(nn.Module):
@@ -65,11 +77,12 @@ class Block(nn.Module):
     train: bool
     dtype: jnp.dtype
     causal: bool
+    flash: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
-        attention = Attention(self.heads, self.dropout_rate, self.train, self.dtype, self.causal, name="attention")
-        y = attention(layer_norm(self.dtype, "attention_norm")(x))
+        fields = (self.heads, self.dropout_rate, self.train, self.dtype, self.causal, self.flash)
+        y = Attention(*fields, name="attention")(layer_norm(self.dtype, "attention_norm")(x))
         x = x + nn.Dropout(self.dropout_rate, deterministic=not self.train)(y)
         feed_forward = FeedForward(self.hidden, self.dtype, name="feed_forward")
         y = feed_forward(layer_norm(self.dtype, "feed_forward_norm")(x))
@@ -92,12 +105,13 @@ class Stack(nn.Module):
     causal: bool
     scan: bool
     remat: bool
+    flash: bool = False
 
     @nn.compact
     def __call__(self, x: jax.Array) -> jax.Array:
         # Inside a loop the compiler cannot undo the recomputation, and Flax advises against the barriers.
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
-        fields = (self.heads, self.hidden, self.dropout_rate, self.train, self.dtype, self.causal)
+        fields = (self.heads, self.hidden, self.dropout_rate, self.train, self.dtype, self.causal, self.flash)
         if not self.scan:
             for layer in range(self.layers):
                 x = block(*fields, name=f"block{layer + 1}")(x)

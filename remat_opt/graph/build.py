@@ -20,7 +20,7 @@ from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
 from remat_opt.trace import compat
 from remat_opt.trace.avals import bytes_of, dtype_name, is_on_device, item_bytes
-from remat_opt.trace.flops import flops_of
+from remat_opt.trace.flops import devices_of, flops_of
 from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, can_recompute, inline
 from remat_opt.trace.platforms import GPUS
@@ -28,7 +28,7 @@ from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, PERM
 from remat_opt.trace.workspaces import workspace_of
 
 WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
-_TIMED_BY_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.remat_p})
+_TIMED_BY_BODIES = WITH_BODIES | {compat.remat_p}
 _UNKNOWN = BodyFigures()
 _DEFAULT = jax.lax.Precision.DEFAULT
 
@@ -282,7 +282,7 @@ class Bodies:
 
 
 def workspace_of_loops(primitive: Any, params: dict[str, Any], bodies: Bodies) -> int:
-    """The most temporary bytes that one step of a loop, a branch or one device needs, beside operands and results.
+    """The most temporary bytes that a step of a loop, a branch or all devices need, beside operands and results.
 
     Of a region that holds loops it is that of the loop that needs most.
     """
@@ -290,13 +290,14 @@ def workspace_of_loops(primitive: Any, params: dict[str, Any], bodies: Bodies) -
         return 0
     jaxprs = compat.jaxprs_in(params)
     if primitive in WITH_BODIES:
-        return max(peak_of(bodies.graph(primitive, jaxpr)) for jaxpr in jaxprs)
+        times = devices_of(params) if primitive is compat.shard_map_p else 1
+        return times * max(peak_of(bodies.graph(primitive, jaxpr)) for jaxpr in jaxprs)
     inner = [equation for jaxpr in jaxprs for equation in compat.bare_jaxpr(jaxpr).eqns]
     return max((workspace_of_loops(equation.primitive, equation.params, bodies) for equation in inner), default=0)
 
 
 def seconds_of_bodies(primitive: Any, params: dict[str, Any], bodies: Bodies) -> float:
-    """Seconds of a loop by the kernels of its body, each as often as it runs; 0 for what is no loop.
+    """Seconds of a loop by the kernels of its body, each as often as it runs; 0 for what has no body.
 
     A loop of unknown length counts once, as its FLOPs do, and of branches the longest.
     """
@@ -305,7 +306,8 @@ def seconds_of_bodies(primitive: Any, params: dict[str, Any], bodies: Bodies) ->
     seconds = [bodies.graph(primitive, jaxpr).seconds for jaxpr in compat.jaxprs_in(params)]
     if primitive is P.cond_p:
         return max(seconds)
-    return params.get("length", 1) * sum(seconds)
+    times = devices_of(params) if primitive is compat.shard_map_p else params.get("length", 1)
+    return times * sum(seconds)
 
 
 def peak_as_written(program: Program, rates: Rates) -> int:

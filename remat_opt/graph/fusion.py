@@ -200,6 +200,7 @@ def fuse(
     arithmetic = _ExpensiveArithmetic()
     kernels: list[Op] = []
     op_of: list[int] = []
+    counted: set[int] = set()  # of what several kernels repeat each, the FLOPs count once, as in the program
     for index, op in enumerate(graph.ops):
         read = {value: made.get(value, _BUFFER) for value in op.inputs}
         computed = [one for one in read.values() if one is not _BUFFER]
@@ -219,7 +220,7 @@ def fuse(
         kernel = dataclasses.replace(
             op,
             inputs=inputs,
-            flops=op.flops + sum(graph.ops[o].flops for o in chain),
+            flops=op.flops + sum(graph.ops[o].flops for o in chain if o not in counted),
             workspace=op.workspace + max((graph.ops[o].workspace for o in chain), default=0),  # one after the other
             traffic=sum(reads.values()) + sum(graph.sizes[value] for value in op.outputs),
             expensive_operands=tuple(value for value in inputs if value in by_expensive and value in beside),
@@ -227,6 +228,7 @@ def fuse(
                 value for value in inputs if overwrites and not (value in moved or value in sums or value in in_tuples)
             ),
         )
+        counted.update(chain)
         kernels.append(kernel)
         op_of.append(index)
     fused = dataclasses.replace(graph, ops=tuple(kernels), fused=True)

@@ -27,6 +27,7 @@ from remat_opt.loops.stacks import unroll_for
 from remat_opt.loops.steps import Emit
 from remat_opt.trace import compat
 from remat_opt.trace.evaluation import evaluate_all
+from remat_opt.trace.flops import devices_of
 from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, inline, within
 
 
@@ -162,7 +163,9 @@ class _Inside:
         def mapped(operands: Sequence[Any]) -> list[Any]:
             return list(compat.shard_map_like(equation.params, lambda *x: tuple(emit(x)))(*operands))
 
-        return mapped, count + (better is not None and not count), BodyFigures(better and better.peak)
+        devices = devices_of(equation.params)
+        figures = BodyFigures() if better is None else BodyFigures(devices * better.peak, devices * better.seconds)
+        return mapped, count + (better is not None and not count), figures
 
     def checkpoint(self, program: Program, equation: Equation, repeats: bool, free: tuple[bool, ...]) -> Entered:
         """A region in a loop that repeats within already, as its bodies may hold loops."""

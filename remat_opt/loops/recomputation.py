@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from remat_opt.loops.body import Atom, Loop
 from remat_opt.loops.choice import LoopChoice
 from remat_opt.loops.pairs import Pair
-from remat_opt.trace.inline import BackwardSlice, Constant, Equation, Program
+from remat_opt.trace.inline import BackwardSlice, Constant, Equation, Program, values_among
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -185,15 +185,16 @@ def forward_step(pair: Pair, equations: Iterable[int], stored: Iterable[Atom], p
     """Some equations of the forward body as a program that returns what is stored; its inputs as of `JointStep`."""
     body, first = pair.forward.body, len(pair.forward.body.avals)
     instead = _made_inside(pair.forward, program, 0, first)
+    placed = [*_made(instead, program, first), *(_placed(body.equations[index], 0, instead) for index in equations)]
+    outputs = tuple(_moved(x, 0, instead) for x in stored)
+    made = {value for equation in placed for value in equation.outputs}.union(value for value, _ in body.constants)
+    read = values_among([*(x for equation in placed for x in equation.inputs), *outputs])
     return Program(
         avals=(*body.avals, *program.avals),
-        inputs=tuple(value for value in body.inputs if value not in instead),
+        inputs=tuple(value for value in dict.fromkeys(read) if value not in made),
         constants=body.constants,
-        equations=(
-            *_made(instead, program, first),
-            *(_placed(body.equations[index], 0, instead) for index in equations),
-        ),
-        outputs=tuple(_moved(x, 0, instead) for x in stored),
+        equations=tuple(placed),
+        outputs=outputs,
         marks=program.marks,
     )
 

@@ -18,7 +18,7 @@ from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.decision import Decision, Planner
 from remat_opt.targets import Figures
 
-MOST_COMPILATIONS = 4
+MOST_COMPILATIONS = 4  # and one more before a refusal
 FIRST_MARGIN = 1.02  # the first candidate is asked to be so much smaller than the budget
 SECOND_MARGIN = 1.1  # after two candidates that were too large, beside the larger of their corrections
 USES_IT = 0.97  # part of the budget above which a candidate that fits is taken at once
@@ -86,8 +86,8 @@ class _BudgetLoop:
             self.fixed = self.counted(plain) - plain.temp_bytes
 
     def run(self) -> Decision:
-        """Compile at most `MOST_COMPILATIONS` candidates and take the cheapest that fits."""
-        while len(self.compiled) < MOST_COMPILATIONS and (candidate := self.next()) is not None:
+        """Compile some candidates and take the cheapest that fits."""
+        while len(self.compiled) < MOST_COMPILATIONS + (self.best is None) and (candidate := self.next()) is not None:
             figures = self.planner.measure(candidate)
             self.compiled.append(_Compiled(candidate, figures))
             self.fixed = self.counted(figures) - figures.temp_bytes
@@ -98,7 +98,7 @@ class _BudgetLoop:
     def next(self) -> Candidate | None:
         """The candidate to compile next; None where none is left that could help."""
         if self.best is None:
-            is_last = len(self.compiled) == MOST_COMPILATIONS - 1
+            is_last = len(self.compiled) == MOST_COMPILATIONS
             candidate = None if is_last else self.new_within(self.predicted_limit)
             return candidate or next(self.smallest(), None)
         if self.counted(self.best.figures) > USES_IT * self.allowed:

@@ -7,6 +7,7 @@ every step takes its least memory, and results are then equal to rounding only.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import math
 from collections.abc import Iterator
@@ -21,6 +22,7 @@ from remat_opt.search.caching import cached_method
 from remat_opt.search.problem import pareto_front
 
 SPLIT_THRESHOLD = 0.05  # of the step's seconds, that a split or more chunks have to save: sums are rounded otherwise
+AS_SMALL = 1.01  # times the least peak
 LAST_FORMS = 2  # those of most chunks, one of which has the least memory
 
 
@@ -52,7 +54,7 @@ class Forms:
     def may_be_split(self) -> bool:
         """Whether other forms than the given one are looked at. The solvers of the papers know none."""
         is_left_to_us = self.settings.split is None and self.settings.solver == "auto"
-        return is_left_to_us and not (self.original.is_divided or self.original.captured.program.has_references)
+        return is_left_to_us and not self.original.captured.program.has_references
 
     @cached_method
     def split(self, chunks: int) -> Variants:
@@ -79,7 +81,19 @@ class Forms:
                 best, fits, most = found, True, found.extra_seconds - threshold
             elif not fits and found.peak < best.peak:
                 best = found
-        return best
+        return best if fits or not best.prepared.chunks else self.fewest_chunks(best)
+
+    def fewest_chunks(self, least: Candidate) -> Candidate:
+        """The least memory of as few chunks as need hardly more: at some number it is no longer the rows that count."""
+        found = [least]
+
+        def is_as_small(number: int) -> bool:
+            found.append(self.split(number).minimum_memory())
+            return found[-1].peak <= AS_SMALL * least.peak
+
+        fewer = [number for number in self.numbers if number < least.prepared.chunks]
+        bisect.bisect_left(fewer, True, key=is_as_small)
+        return min((one for one in found if one.peak <= AS_SMALL * least.peak), key=lambda one: one.prepared.chunks)
 
     @property
     def seconds_of_two(self) -> float:

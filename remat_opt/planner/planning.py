@@ -87,20 +87,20 @@ def minimum_memory(planner: Planner) -> Decision:
     candidate = planner.search(None)
     if planner.settings.split:
         return split_for_minimum(planner, candidate)
-    if candidate.is_unchanged or candidate.peak > GAIN_THRESHOLD * planner.original.comparable_peak:
+    gains_little = candidate.is_unchanged or candidate.peak > GAIN_THRESHOLD * planner.original.comparable_peak
+    if gains_little:
         candidate = min(planner.reordered, candidate, key=lambda one: (one.is_unchanged, one.peak))
-        if planner.compile is not None:  # compilers have an order of their own for the original step
-            return by_the_compiler(planner, [candidate], compare_with_plain=True)
-        if candidate.peak >= GAIN_THRESHOLD * planner.original.comparable_peak:
+    candidates = [*([planner.search(0)] if planner.settings.budget.at_any_cost else []), candidate]
+    if planner.compile is None:
+        least = min(candidates, key=lambda one: one.peak)
+        if gains_little and least.peak >= GAIN_THRESHOLD * planner.original.comparable_peak:
             return planner.plain(
                 "nothing to gain: recomputing anything would not lower the peak "
                 f"({why_nothing_is_gained(planner.original.bridge)})"
             )
-    candidates = [candidate]
-    if planner.settings.budget.at_any_cost:
-        candidates.insert(0, planner.search(0))
-    if planner.compile is None:
-        return planner.decision(min(candidates, key=lambda one: one.peak))
+        return planner.decision(least)
+    if gains_little:  # compilers have an order of their own for the original step
+        return by_the_compiler(planner, candidates, compare_with_plain=True)
     clear = is_clear(planner, candidate)
     if clear and candidates[0].is_the_same_as(candidate):
         return planner.decision(candidate)

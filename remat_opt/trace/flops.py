@@ -97,6 +97,12 @@ def jaxpr_flops(jaxpr: Any) -> float:
     return total
 
 
+def devices_of(params: dict[str, Any]) -> int:
+    """How many devices run the body of a `shard_map`, each on its part. FLOPs are those of all together, as are sizes
+    and seconds of a step whose arrays are divided."""
+    return math.prod(params["mesh"].shape[axis] for axis in params["newly_manual_axes"])
+
+
 def _dot_flops(params: dict[str, Any], operands: list[Any], results: list[Any]) -> float:
     (contracted, _), _ = params["dimension_numbers"]
     return 2.0 * math.prod(results[0].shape) * math.prod(operands[0].shape[axis] for axis in contracted)
@@ -154,6 +160,7 @@ _FLOP_RULES: dict[Any, Callable[[dict[str, Any], list[Any], list[Any]], float]] 
     P.conv_general_dilated_p: _conv_flops,
     P.scan_p: lambda params, *_: params["length"] * jaxpr_flops(params["jaxpr"]),
     P.cond_p: lambda params, *_: max(map(jaxpr_flops, params["branches"])),
+    compat.shard_map_p: lambda params, *_: devices_of(params) * jaxpr_flops(params["jaxpr"]),
     **dict.fromkeys(POOLS, _pool_flops),
     P.select_and_scatter_add_p: _scatter_flops,
     PLACES: _part_flops(PLACES),
