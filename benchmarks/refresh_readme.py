@@ -128,7 +128,7 @@ def results_table() -> str:
 
 
 SHORT = ("alexnet", "vgg16", "resnet50", "resnet152", "densenet121", "nasnet", "resnet1001", "lstm_scan")
-SHORT += ("gpt", "gpt_scan", "unet")
+SHORT += ("gpt", "gpt_scan", "gpt_1b_scan", "unet")
 
 
 def short_table() -> str:
