@@ -107,9 +107,8 @@ class _BudgetLoop:
             return None  # something fits, and what should have been cheaper missed
         most = self.best.candidate.extra_seconds - COMPILE_THRESHOLD * self.planner.original.plain_graph.seconds
         _, large = self.bracket(self.compiled)
-        limits = [self.predicted_limit]
-        if large is not None:  # candidates are few: what lies a little above may fit, too
-            limits.append((limits[0] + large.candidate.peak) / 2)
+        # Candidates are few: what lies a little above may fit, too.
+        limits = [limit := self.predicted_limit, self.limit if large is None else (limit + large.candidate.peak) / 2]
         every = map(self.new_within, limits)
         return next(
             (candidate for candidate in every if candidate is not None and candidate.extra_seconds < most), None
