@@ -60,7 +60,6 @@ def measure_row(row: Row) -> dict[str, Any]:
 
     import remat_opt
     from benchmarks.loop_networks import NETWORKS
-    from remat_opt.callable.measure import measure_step
     from tests.flop_walk import flops_of
 
     given, args = NETWORKS[row.network]()
@@ -71,11 +70,8 @@ def measure_row(row: Row) -> dict[str, Any]:
         warnings.simplefilter("ignore", remat_opt.RematWarning)
         plan = step.plan(*args)
     seconds = time.perf_counter() - started
-    with_plain = None
-    if row.budget is None:  # the step that was planned just now, and not planned again
-        with_plain = measure_step(step, target=None, with_plain=True, args=args, kwargs={})
-    optimized = with_plain.optimized if with_plain is not None else plan.measured
-    figures = with_plain.plain if with_plain is not None else plan.plain_measured
+    measured = remat_opt.measure(step, *args)
+    figures, optimized = measured.plain, measured.optimized
     assert figures is not None, "an H200's compiler refuses nothing"
     assert optimized is not None
     return {
