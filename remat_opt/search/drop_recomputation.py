@@ -71,7 +71,10 @@ def fill(problem: Problem, solution: Solution, budget: int) -> Solution:
         taken_out = _affordable(problem.graph, solution, budget)
         if not taken_out:
             break
-        solution = problem.scheduled(without(problem.graph, solution.schedule, taken_out), solution.origin)
+        filled = problem.scheduled(without(problem.graph, solution.schedule, taken_out), solution.origin)
+        if filled.peak > budget:  # what is kept can no longer be written over
+            break
+        solution = filled
     return solution
 
 
