@@ -13,11 +13,13 @@ from checks import temp_bytes
 from jax import lax
 from jax.extend.core import primitives
 from loop_kernels import attention
-from test_loops_values import RATES, captured
+from test_loops_values import RATES, captured, run
 
 import remat_opt
 from benchmarks.loop_networks import gpt
+from remat_opt.emit import train_step
 from remat_opt.examples import make_example
+from remat_opt.graph.barriers import Barrier
 from remat_opt.loops.choice import Chunks, LoopChoice
 from remat_opt.loops.choose import LoopChoices, choose, needed, within_budget
 from remat_opt.loops.costs import PairCosts
@@ -257,6 +259,33 @@ def test_a_step_that_is_scheduled_needs_less():
         )
     expected = costs.option(LoopChoice()).bytes - costs.option(LoopChoice(step_bytes=most)).bytes
     assert measured[0] - measured[1] > 0.5 * expected > 0
+
+
+@pytest.mark.parametrize("name", ["layers, adamw", "flash attention"])
+def test_a_recomputed_run_may_read_a_slice_behind_a_barrier(name, monkeypatch):
+    """Its region then reads the stack, and the step's number, as operands. Here all slices are read so."""
+    given, read_again = train_step.barriers, []
+
+    def barriers(graph, schedule, liveness, slices):
+        found = given(graph, schedule, liveness, slices)
+        for at, one in enumerate(schedule.runs):
+            made = []
+            for op in one.ops if one.recomputed else ():
+                read = tuple(value for value in graph.ops[op].inputs if value in (slices or ()))
+                if read and made and (at, op) not in found:
+                    found[at, op] = Barrier(read, (made[-1],))
+                    read_again.append(op)
+                made += graph.ops[op].outputs
+        return found
+
+    monkeypatch.setattr(train_step, "barriers", barriers)
+    found, leaves, aliases = captured(models.MODELS[name])
+    pairs = find_pairs(found.program).pairs
+    chosen = [(at, LoopChoice(step_bytes=1)) for at in range(len(pairs))]
+    program = rewrite_loops(found.program, pairs, chosen, aliases, steps=SearchedSteps(RATES, "cuda"))
+    assert read_again
+    for one, other in zip(run(program, leaves), run(found.program, leaves), strict=True):
+        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-6)
 
 
 def test_steps_that_are_divided_among_devices_stay_in_their_order():
