@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax import lax
-from jax.sharding import AbstractMesh, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 from loop_kernels import kernel_tanh
 
 from remat_opt.graph.build import build, kind_of
@@ -178,7 +178,7 @@ def test_a_graph_counts_what_several_kernels_repeat_once() -> None:
 
 
 def test_a_shard_map_takes_what_all_its_devices_do() -> None:
-    mesh = AbstractMesh((8,), ("data",))
+    mesh = AbstractMesh((8,), ("data",), axis_types=(AxisType.Auto,))
     spec = PartitionSpec("data")
     mapped = jax.shard_map(lambda x: jnp.sin(x @ x.T), mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
     assert ours(mapped, (64, 4)) == 8 * ours(lambda x: jnp.sin(x @ x.T), (8, 4))
