@@ -20,7 +20,7 @@ from remat_opt.emit.zeros import are_worth_a_barrier, loop_with_late_stacks, may
 from remat_opt.graph.barriers import Barrier, barriers
 from remat_opt.graph.build import Bridge
 from remat_opt.graph.cpu_barriers import cpu_barriers
-from remat_opt.graph.graph import Kind, Op
+from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import overwritten_operands, simulate
 from remat_opt.graph.schedule import Schedule
 from remat_opt.graph.timeline import Crossing, guards, timeline
@@ -93,18 +93,15 @@ class _Writer:
     def read_whole(self) -> frozenset[int]:
         """What devices may have to gather: inputs, and casts of them, that something other than elementwise work reads,
         with the inputs of the casts."""
-        ops, found = self.bridge.graph.ops, set(self.program.inputs)
-        casts = [op for op in ops if self.is_cast(op, found) and not found.update(op.outputs)]
+        ops, found, casts = self.bridge.graph.ops, set(self.program.inputs), []
+        for op in ops:
+            if _is_cast(self.bridge.graph, op, found):
+                found.update(op.outputs)
+                casts.append(op)
         read = found.intersection(value for op in ops if op.kind is not Kind.ELEMENTWISE for value in op.inputs)
         for op in reversed(casts):
             read.update(op.inputs if read.intersection(op.outputs) else ())
         return frozenset(read)
-
-    def is_cast(self, op: Op, values: Container[int]) -> bool:
-        """Whether an op makes no more bytes of some values alone, as of weights in another type."""
-        sizes = self.bridge.graph.sizes
-        is_small = sum(sizes[value] for value in op.outputs) <= max((sizes[value] for value in op.inputs), default=-1)
-        return op.kind is Kind.ELEMENTWISE and is_small and all(value in values for value in op.inputs)
 
     def run(self, schedule: Schedule, arguments: Sequence[Any]) -> list[Any]:
         given = dict(zip(self.program.inputs, arguments, strict=True))
@@ -353,3 +350,9 @@ class _Writer:
                 after.add(max(op.inputs, key=lambda value: graph.sizes[value]))
             after.update(op.outputs)
         return self.gathered - after - made
+
+
+def _is_cast(graph: Graph, op: Op, values: Container[int]) -> bool:
+    """Whether an op makes no more bytes of some values alone, as of weights in another type."""
+    is_small = sum(graph.sizes[value] for value in op.outputs) <= max((graph.sizes[x] for x in op.inputs), default=-1)
+    return op.kind is Kind.ELEMENTWISE and is_small and all(value in values for value in op.inputs)

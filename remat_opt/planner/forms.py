@@ -85,15 +85,10 @@ class Forms:
 
     def fewest_chunks(self, least: Candidate) -> Candidate:
         """The least memory of as few chunks as need hardly more: at some number it is no longer the rows that count."""
-        found = [least]
-
-        def is_as_small(number: int) -> bool:
-            found.append(self.split(number).minimum_memory())
-            return found[-1].peak <= AS_SMALL * least.peak
-
         fewer = [number for number in self.numbers if number < least.prepared.chunks]
-        bisect.bisect_left(fewer, True, key=is_as_small)
-        return min((one for one in found if one.peak <= AS_SMALL * least.peak), key=lambda one: one.prepared.chunks)
+        most = AS_SMALL * least.peak
+        at = bisect.bisect_left(fewer, True, key=lambda number: self.split(number).minimum_memory().peak <= most)
+        return self.split(fewer[at]).minimum_memory() if at < len(fewer) else least
 
     @property
     def seconds_of_two(self) -> float:
