@@ -163,12 +163,23 @@ SMALL = (
     Row("wide_resnet28_2", small=True, batch=64, size=16),
 )
 
+# What `tune` takes beside what is taken untimed, on the CPU: `--time 5 --variants plain,ours@0.5,tuned@0.5`.
+TIMED = (
+    *SMALL,
+    Row("resnet50", small=True, batch=32),
+    Row("densenet121", small=True, batch=32),
+    Row("unet", small=True, batch=8, size=92),
+    Row("lstm_scan", small=True, batch=64),
+    Row("transformer_base", small=True, batch=64),
+)
+
 TABLES: dict[str, tuple[Row, ...]] = {
     "feng_huang": FENG_HUANG,
     "chen": CHEN,
     "transformers": TRANSFORMERS,
     "others": OTHERS,
     "small": SMALL,
+    "timed": TIMED,
 }
 
 TITLES = {
@@ -177,4 +188,5 @@ TITLES = {
     "transformers": "Transformers, as loops over their layers and written out",
     "others": "Other networks",
     "small": "Small networks, repeated by the tests",
+    "timed": "The fastest of several plans, timed",
 }

@@ -100,12 +100,14 @@ class Liveness:
 
     Attributes:
         live: bytes live at each position, and at the return.
+        workspace: those of them that the op needs while it runs.
         lives: all buffers.
         overwritten: the buffers that the op that reads them last writes its result over.
         on_host: values with the first position at which they are in the host's memory alone, and the first after that.
     """
 
     live: np.ndarray
+    workspace: np.ndarray
     lives: Lives
     overwritten: np.ndarray
     on_host: tuple[tuple[int, int, int], ...] = ()
@@ -165,13 +167,15 @@ def simulate(graph: Graph, schedule: Schedule) -> Liveness:
     lives = _lives(graph, ops, positions, end)
     _share_places(graph, lives)
     live = bytes_live(lives.size, lives.birth, lives.death, end)
-    live[positions] += graph.workspaces[ops]
+    workspace = np.zeros_like(live)
+    workspace[positions] = graph.workspaces[ops]
+    live += workspace
     overwritten = _overwritten(graph, lives, ops, positions, again, end)
     live[lives.death[overwritten]] -= lives.size[overwritten]
     on_host = tuple((one.value, *(positions[[one.gone - 1, one.back - 1]] + 1).tolist()) for one in schedule.transfers)
     for value, gone, back in on_host:
         live[gone:back] -= graph.sizes[value]
-    return Liveness(live, lives, overwritten, on_host)
+    return Liveness(live, workspace, lives, overwritten, on_host)
 
 
 def overwritten_operands(schedule: Schedule, liveness: Liveness) -> dict[tuple[int, int], int]:

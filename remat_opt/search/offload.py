@@ -173,6 +173,8 @@ class RecomputeSearch(Protocol):
     @functools.cached_property
     def minimum_memory(self) -> Solution: ...
     @functools.cached_property
+    def least_allocated(self) -> Solution: ...
+    @functools.cached_property
     def minimum_at_any_cost(self) -> Solution: ...
     @functools.cached_property
     def most_barriers(self) -> Solution: ...
@@ -261,6 +263,11 @@ class OffloadSearch:
     def minimum_memory(self) -> Solution:
         """The least peak with at most the time and the FLOPs of one extra forward pass."""
         return self._minimum(self.recomputing.minimum_memory, self.is_one_pass)
+
+    @functools.cached_property
+    def least_allocated(self) -> Solution:
+        """See `auto.Search.least_allocated`."""
+        return min(self.minimum_memory, self.recomputing.least_allocated, key=lambda one: one.allocated)
 
     @functools.cached_property
     def minimum_at_any_cost(self) -> Solution:

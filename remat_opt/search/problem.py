@@ -13,6 +13,7 @@ import numpy as np
 from remat_opt.graph.derive import Choice, derive, early_order
 from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import Liveness, simulate, stable_order
+from remat_opt.graph.packing import allocated_bytes
 from remat_opt.graph.schedule import Run, Schedule
 from remat_opt.graph.transfers import stalls
 
@@ -144,6 +145,11 @@ class Solution:
         return self.liveness.peak
 
     @functools.cached_property
+    def allocated(self) -> int:
+        """Bytes that a compiler allocates for its buffers; see `packing.py`."""
+        return allocated_bytes(self.liveness)
+
+    @functools.cached_property
     def choice(self) -> Choice:
         """That of `origin` with its forward/backward boundaries (without any: where the first repeat stands) and cuts,
         and as saved what the schedule really holds over a forward/backward boundary."""
@@ -170,7 +176,8 @@ class Solution:
 
 Solver = Callable[[Problem, "int | None"], Solution]
 """`solve(problem, budget)`: the least extra time with a peak of at most `budget` bytes, or, where that cannot be
-reached or `budget` is None, the least peak that the algorithm finds."""
+reached, the least peak that the algorithm finds. Where `budget` is None, the least memory: what is allocated for it may
+count more than the peak (`packing.py`)."""
 
 
 class Priced(Protocol):
