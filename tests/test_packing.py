@@ -13,8 +13,7 @@ import remat_opt
 from remat_opt.examples import make_example
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.packing import allocated_bytes
-from remat_opt.graph.schedule import Schedule, save_everything
-from remat_opt.graph.schedule import Transfer
+from remat_opt.graph.schedule import Schedule, Transfer, save_everything
 from remat_opt.search import Problem, search_of
 
 Piece = tuple[int, int, int]

@@ -3,8 +3,8 @@
 Buffers of different sizes leave gaps, so that more is allocated than is ever live: a U-Net's least memory is 2,152 MB
 live and 2,657 MB allocated on an H200. XLA places the buffers one after another, each in the smallest gap that it fits
 in while it is live, largest first and, in a second trial, longest-lived first (`GlobalDecreasingSizeBestFitHeap`), and
-takes the smaller result. So does this file. Gap: XLA counts lives in its own instructions, so that what is about equally
-long or large may come in another order.
+takes the smaller result. So does this file. Gap: XLA counts lives in its own instructions, so that what is about
+equally long or large may come in another order.
 """
 
 from __future__ import annotations

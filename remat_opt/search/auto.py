@@ -19,7 +19,8 @@ One table has the costs of all pairs of cuts, so that identical blocks need no s
 The result is a Pareto frontier in memory and time. It has schedules for `LEVELS` budgets between the least and the
 plain peak; between two of them, what a descent from the larger finds; and in the remaining gaps, what can be saved from
 the smaller one. A budget picks from it; of a large step, from what is made of it round the budget. Without a budget the
-answer is what compilers allocate about the least memory for, with at most one extra forward pass of time. Gap: ops of first runs keep their order.
+answer is what compilers allocate about the least memory for, with at most one extra forward pass of time. Gap: ops of
+first runs keep their order.
 """
 
 from __future__ import annotations
