@@ -29,7 +29,7 @@ from benchmarks.pages import megabytes
 from benchmarks.results_file import Results, file_of, load
 from benchmarks.tables import SPLIT, TABLES, Row
 from remat_opt.examples import EXAMPLES
-from remat_opt.report.units import format_bytes, format_change
+from remat_opt.units import format_bytes, format_change
 
 ROOT = Path(__file__).resolve().parent.parent
 README, DOCS = ROOT / "README.md", ROOT / "docs"

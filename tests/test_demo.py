@@ -15,7 +15,7 @@ import remat_opt
 from remat_opt import examples
 from remat_opt.__main__ import main
 from remat_opt.examples import NETWORKS, demo
-from remat_opt.report.units import format_bytes
+from remat_opt.units import format_bytes
 
 TINY = ["demo", "--model", "wide_resnet28_2", "--batch", "16", "--size", "16", "--steps", "2", "--runs", "1"]
 PARAMETERS = 77_460  # of the small twin

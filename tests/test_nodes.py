@@ -15,9 +15,9 @@ from node_steps import LAYERS, WAYS, mesh_of, transformer
 
 import remat_opt
 from remat_opt import Plan
-from remat_opt.report.units import format_bytes, format_seconds
 from remat_opt.targets import ProgramNotPortable, measure_flat, resolve_target
 from remat_opt.targets.worker import _devices
+from remat_opt.units import format_bytes, format_seconds
 
 ROWS = 8  # of one device
 pytestmark = pytest.mark.xdist_group("nodes")  # of one process, which plans each way once

@@ -20,7 +20,7 @@ from remat_opt.planner.plan import Plan, Prediction, pack
 from remat_opt.report.curves import curve_of, draw
 from remat_opt.report.explain import Explanation
 from remat_opt.report.saved import Reason, join_names, reasons_of
-from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
+from remat_opt.units import format_bytes, format_change, format_count, format_flops, format_seconds
 
 WIDEST = 100  # columns
 

@@ -28,10 +28,10 @@ MAY_IMPORT = {
     "loops": {"loops", "graph", "rewrites", "trace"},
     "emit": {"emit", "graph", "rewrites", "trace"},
     "targets": {"targets", "trace"},
-    "planner": {"planner", "targets", "emit", "loops", "search", "graph", "rewrites", "trace", "version"},
-    "report": {"report", "planner", "targets", "emit", "loops", "search", "graph", "rewrites", "trace"},
-    "callable": {"callable", "report", "planner", "targets", "search", "graph", "emit", "rewrites", "trace"},
-    "examples": {"examples", "api", "callable", "report", "planner", "targets", "trace", "version"},
+    "planner": {"planner", "targets", "emit", "loops", "search", "graph", "rewrites", "trace", "units", "version"},
+    "report": {"report", "planner", "targets", "emit", "loops", "search", "graph", "rewrites", "trace", "units"},
+    "callable": {"callable", "report", "planner", "targets", "search", "graph", "emit", "rewrites", "trace", "units"},
+    "examples": {"examples", "api", "callable", "report", "planner", "targets", "trace", "units", "version"},
 }
 # The bridge from jaxprs to graphs is the one file that knows both.
 MAY_ALSO_IMPORT = {"graph.build": {"trace", "rewrites"}}

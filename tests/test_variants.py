@@ -15,8 +15,8 @@ import remat_opt
 from remat_opt.loops import choose
 from remat_opt.loops.choose import MOST_EXTRA
 from remat_opt.planner.candidates import Variants
-from remat_opt.report.units import format_bytes
 from remat_opt.search import SOLVERS
+from remat_opt.units import format_bytes
 
 LAYERS, BATCH, WIDTH = 12, 1024, 32
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import jax
 
-from remat_opt.report.units import format_bytes
 from remat_opt.rewrites.captured import Captured
 from remat_opt.trace import compat
 from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.inline import Constant, Program
 from remat_opt.trace.primitives import ELEMENTWISE, MOVES
+from remat_opt.units import format_bytes
 
 LEAST_SHARE = 0.05  # of the physical peak
 LEAST_BYTES = 10**6

@@ -18,8 +18,8 @@ from remat_opt.planner.plan import Plan
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import Settings, check_settings
 from remat_opt.report.notebook import to_html
-from remat_opt.report.units import format_bytes, format_change, format_count, format_seconds
 from remat_opt.targets import Figures, Target, check_installed, is_attached, resolve_target
+from remat_opt.units import format_bytes, format_change, format_count, format_seconds
 
 _WIDTH = 88
 

@@ -17,11 +17,11 @@ from remat_opt.callable.function import OptimizedFunction
 from remat_opt.callable.warning import RematWarning
 from remat_opt.planner.plan import Plan
 from remat_opt.report.notebook import to_html
-from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 from remat_opt.targets import CompilationOutOfMemory, Figures, Target, is_attached
 from remat_opt.targets.options import compiler_options_for, merges_checkpoints
 from remat_opt.trace import compat
 from remat_opt.trace.flops import UNKNOWN_LOOPS, FlopCount, count_flops
+from remat_opt.units import format_bytes, format_change, format_count, format_flops, format_seconds
 
 _WIDTH = 88
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from remat_opt.examples.demo import BY_HAND, OPTIMISED, PLAIN, Difference, Outcome, Variant, time_ratio
-from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 from remat_opt.targets.options import BARRIERS_KEPT
+from remat_opt.units import format_bytes, format_change, format_count, format_flops, format_seconds
 
 COLUMNS = (PLAIN, OPTIMISED, BY_HAND)
 NOTHING = "–"

@@ -23,6 +23,7 @@ from remat_opt.targets.communication import Path
 from remat_opt.trace import compat
 from remat_opt.trace.effects import communicates
 from remat_opt.trace.inline import Constant, Equation, Program, inline
+from remat_opt.units import format_bytes
 
 MOST_ROUNDS = 4  # a step that is planned again may compute other things again
 MORE = 1.001  # times the bytes of the original step: a loss that is sent in another type is not more
@@ -92,13 +93,10 @@ def without_repeats(
     of_plain = plain and plain.collectives
     note = best.plan.note
     if of_plain and size > MORE * of_plain.bytes:
-        said = f"each device sends {_unit(size)} to others, {_unit(of_plain.bytes)} in the step as it was given"
+        before = format_bytes(of_plain.bytes)
+        said = f"each device sends {format_bytes(size)} to others, {before} in the step as it was given"
         note = "; ".join(filter(None, (note, said)))
     return best.with_plan(plain_measured=plain, note=note)
-
-
-def _unit(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB" if count >= 1e7 else f"{count / 1e3:,.1f} kB"
 
 
 def _measured(measure: Measure, decision: Decision) -> Decision:

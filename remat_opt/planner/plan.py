@@ -20,6 +20,7 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.planner import plan_checks
 from remat_opt.planner.plan_checks import Ranges
 from remat_opt.targets.figures import Figures
+from remat_opt.units import format_bytes
 
 SCHEMA = 3
 # Fields of a plan that its text has by the same name.
@@ -158,10 +159,10 @@ class Plan:
         does = f"{len(self.saved)} tensors saved, {segments} segments recomputed"
         does = "nothing is changed" if self.is_plain else does
         flops = f"{100 * found.extra_flops / max(found.flops, 1):+.1f} % FLOPs"
-        size = f"{found.plain_peak_bytes / 1e6:,.1f} MB → {found.peak_bytes / 1e6:,.1f} MB predicted"
+        size = f"{format_bytes(found.plain_peak_bytes)} → {format_bytes(found.peak_bytes)} predicted"
         if self.measured is not None:
-            before = "" if self.plain_measured is None else f"{self.plain_measured.temp_bytes / 1e6:,.1f} MB → "
-            size = f"{before}{self.measured.temp_bytes / 1e6:,.1f} MB compiled"
+            before = "" if self.plain_measured is None else f"{format_bytes(self.plain_measured.temp_bytes)} → "
+            size = f"{before}{format_bytes(self.measured.temp_bytes)} compiled"
         lines = [f"Plan for {self.target}, {budget}: {does}, {flops}", f"temporary memory: {size}"]
         return "\n".join([*lines, *([self.note] if self.note else [])])
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from remat_opt.report.units import format_bytes, format_flops
 from remat_opt.targets import Target, extra_for, is_installed
+from remat_opt.units import format_bytes, format_flops
 
 _HEADINGS = ("target", "memory", "bfloat16", "float32", "memory/s", "host/s", "compiler", "device")
 

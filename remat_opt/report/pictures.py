@@ -13,7 +13,7 @@ import numpy as np
 from remat_opt.report.curves import Curve
 from remat_opt.report.findings import Findings
 from remat_opt.report.lives import Place
-from remat_opt.report.units import format_bytes, format_change
+from remat_opt.units import format_bytes, format_change
 
 _BEFORE, _AFTER, _HOST, _AGAIN, _LOOP = "#8c8c8c", "#1f6fb4", "#2a8f6a", "#d9651e", "#d5d9e0"
 _COLOURS = {Place.SAVED: _AFTER, Place.FREED: "#a5c8e6", Place.RECOMPUTED: _AGAIN, Place.HOST: _HOST}

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from remat_opt.report.curves import Curve, draw
 from remat_opt.report.findings import Findings
 from remat_opt.report.saved import Group, Reason
-from remat_opt.report.units import format_bytes, format_change, format_count, format_flops, format_seconds
 from remat_opt.targets.figures import Figures
+from remat_opt.units import format_bytes, format_change, format_count, format_flops, format_seconds
 
 WIDTH = 88
 CURVE_WIDTH = 72
