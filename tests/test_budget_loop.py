@@ -119,3 +119,9 @@ def test_what_is_out_of_reach_is_not_compiled_before_a_refusal() -> None:
     missed, in_order = candidate(430, 460, 0.1), candidate(900, 900, 0.0, reordered=True)
     with pytest.raises(AttributeError):  # refused, for which this decider has no words
         kept([missed], in_order)
+
+
+def test_what_is_predicted_to_need_no_more_than_was_compiled_is_tried_before_a_refusal() -> None:
+    """As of VGG-13, which needs 3 % more with a recomputation that should save a thousandth."""
+    every = [candidate(445, 438, 0.0), candidate(436, 450, 0.1)]
+    assert kept(every)[0] is every[0]

@@ -159,7 +159,8 @@ class _BudgetLoop:
 
     def smallest(self) -> Iterator[Candidate]:
         """Candidates that may need the least memory: those that fit by the corrections so far, the cheapest first, then
-        the others, at any cost, in the order of their predicted peaks."""
+        the others, at any cost, in the order of their predicted peaks. What is predicted to need no more than was
+        compiled may need less."""
         search = self.planner.search
         worst = max([1.0, *(one.correction for one in self.compiled)])
 
@@ -167,7 +168,8 @@ class _BudgetLoop:
             fits = one.peak * worst * SECOND_MARGIN <= self.limit
             return not fits, one.extra_seconds if fits else one.peak
 
-        every = sorted([search(0), search(None), self.planner.reordered], key=order)
+        limits = [0, None, *sorted(one.figures.temp_bytes for one in self.compiled)[:1]]
+        every = sorted([*map(search, limits), self.planner.reordered], key=order)
         reachable = OUT_OF_REACH * self.limit / (self.compiled[-1].correction if self.compiled else 1)
         for number, candidate in enumerate(every):
             if not self.was_compiled(candidate) and (candidate.peak <= reachable or not (number or self.compiled)):

@@ -49,7 +49,8 @@ _NEAR = 1.25  # times the least peak, up to where a compiler may need less than 
 _ABOUT_A_THIRD = 0.325  # a count apart from ours says up to 2.4 % more on networks of small cells
 _MOST_OF_THE_STEP = 0.35  # its FLOPs, that a forward pass is, about: a backward one takes twice as many
 _ABOUT = 1.02  # times the least peak is no more memory, about
-_AS_SMALL = 1.03  # times the least allocated memory; between such schedules peak and time decide
+_AS_SMALL = 1.01  # times the least peak, between which time decides
+_ALLOCATED_AS_SMALL = 1.03  # times the least that is allocated, between which the peak decides
 _ROUND_A_BUDGET = (0.9, 0.95, 1.0, 1.06, 1.25)  # times a budget
 _FROM_BELOW = 2  # schedules below a gap of the frontier, from which it is filled
 _MOST_PARTS = 3  # of a gap
@@ -93,13 +94,14 @@ class Search(Structures):
 
         Above the least peak a schedule may leave fewer gaps between its buffers, and take less time.
         """
-        best, near = self.minimum_memory, [self.minimum_memory]
+        best, low = self.minimum_memory, [self.minimum_memory]
         for one in sorted(filter(self.is_one_pass, self.low_end), key=memory_first):
-            if one.peak > _AS_SMALL * best.allocated:
+            if one.peak > _ALLOCATED_AS_SMALL * best.allocated:
                 break
-            near.append(one)
+            low.append(one)
             best = min(one, best, key=lambda one: one.allocated)
-        return min((one for one in near if one.allocated <= _AS_SMALL * best.allocated), key=memory_first)
+        low = [one for one in low if one.allocated <= _ALLOCATED_AS_SMALL * best.allocated]
+        return min((one for one in low if one.peak <= _AS_SMALL * low[0].peak), key=time_first)
 
     @functools.cached_property
     def low_end(self) -> list[Solution]:
