@@ -49,10 +49,11 @@ REGIONS: dict[str, tuple[Path, ...]] = {
 
 
 def run_demo() -> tuple[str, dict[str, Any]]:
-    """What the demo prints with `--explain`, and its JSON."""
+    """What the demo prints with all that it can show, and its JSON."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "figures.json"
-        command = [sys.executable, "-m", "remat_opt", "demo", "--explain", "--json", str(file)]
+        options = ("--explain", "--largest-batch", "1GB", "--json", str(file))
+        command = [sys.executable, "-m", "remat_opt", "demo", *options]
         environment = {**os.environ, "COLUMNS": COLUMNS, "PYTHONIOENCODING": "utf-8"}
         ran = subprocess.run(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, encoding="utf-8", check=True)
         return ran.stdout, json.loads(file.read_text(encoding="utf-8"))

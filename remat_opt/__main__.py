@@ -62,6 +62,12 @@ def _add_demo(commands: Any) -> None:
         help='as of remat_opt.optimize: "800MB", "12GiB", 0.5 (of the plain step\'s temporary memory), min '
         "(default: the least memory with at most one extra forward pass)",
     )
+    demo.add_argument(
+        "--largest-batch",
+        type=_bytes,
+        metavar="BUDGET",
+        help='also find the largest batch that trains in so much memory, "1GB" say; takes a minute',
+    )
     demo.add_argument("--json", type=Path, metavar="FILE", help="also write everything as JSON")
     demo.add_argument("--explain", action="store_true", help="also print what is saved, what is recomputed, and why")
     demo.set_defaults(command=_demo)
@@ -130,6 +136,13 @@ def _budget(text: str) -> int | float | str:
     return budget
 
 
+def _bytes(text: str) -> int:
+    found = parse_budget(_budget(text)).physical_bytes
+    if found is None:
+        raise argparse.ArgumentTypeError(f'expected bytes, as "1GB" or "800MB", got {text!r}')
+    return found
+
+
 def _plan(given: Any, parser: argparse.ArgumentParser) -> int:
     if given.multiple_of and not given.largest_batch:
         parser.error("--multiple-of goes with --largest-batch")
@@ -179,7 +192,8 @@ def _demo(given: Any, parser: argparse.ArgumentParser) -> int:
         parser.error(f"unknown model {given.model!r}; there are {', '.join(sorted(NETWORKS))}")
     if given.json is not None and not given.json.absolute().parent.is_dir():
         parser.error(f"expected a folder that exists for --json, got {str(given.json)!r}")
-    options = demo.Options(given.model, given.batch, given.size, given.steps, given.runs, given.budget)
+    names = ("model", "batch", "size", "steps", "runs", "budget", "largest_batch")
+    options = demo.Options(**{name: getattr(given, name) for name in names})
     try:
         with demo_tables.progress() as say:
             outcome = demo.run(options, say)

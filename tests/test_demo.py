@@ -37,7 +37,7 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as shown:
         patch.setenv("COLUMNS", "100")
         patch.setattr(examples, "image_classifier", partial(examples.make_example, small=True))
-        assert main([*TINY, "--explain", "--json", str(file)]) == 0
+        assert main([*TINY, "--explain", "--largest-batch", "10MB", "--json", str(file)]) == 0
     return Ran(shown.getvalue(), json.loads(file.read_text()))
 
 
@@ -55,6 +55,7 @@ def test_the_json_says_what_ran_and_where(figures: dict[str, Any]) -> None:
         "steps": 2,
         "runs": 1,
         "budget": None,
+        "largest_batch": 10_000_000,
     }
     assert figures["versions"].keys() >= {"python", "remat_opt", "jax", "jaxlib", "flax", "optax"}
     assert figures["device"]["platform"] == "cpu"
@@ -89,6 +90,14 @@ def test_the_optimised_step_trains_bit_for_bit_as_the_plain_one(figures: dict[st
     assert optimised["state_arrays"] > 50
     assert optimised["losses"] == plain["losses"]
     assert plain["losses"][1] < plain["losses"][0]
+
+
+def test_the_largest_batch_fits_where_the_plain_step_has_a_smaller_one(ran: Ran) -> None:
+    largest = ran.figures["largest_batch"]
+    assert largest["physical_peak_bytes"] <= largest["budget_bytes"] == 10_000_000
+    assert largest["batch"] % 16 == 0
+    assert largest["batch"] > largest["plain"]["batch"]
+    assert "The largest batch:" in ran.shown
 
 
 def test_each_variant_was_timed(figures: dict[str, Any]) -> None:
@@ -159,6 +168,10 @@ def test_an_unknown_command_lists_those_there_are(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("budget", ["-3", "0", "1.5", "5XB"])
 def test_a_wrong_budget_says_how_to_write_one(capsys: pytest.CaptureFixture[str], budget: str) -> None:
     assert "12GiB" in refused(capsys, "demo", f"--budget={budget}")
+
+
+def test_a_largest_batch_is_asked_for_with_bytes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert 'expected bytes, as "1GB" or "800MB", got \'0.5\'' in refused(capsys, "demo", "--largest-batch", "0.5")
 
 
 @pytest.mark.parametrize("option", ["--batch", "--size", "--steps", "--runs"])

@@ -24,8 +24,9 @@ from typing import Any
 import jax
 import numpy as np
 
-from remat_opt.api import optimize
+from remat_opt.api import largest_batch, optimize
 from remat_opt.callable.function import OptimizedFunction
+from remat_opt.callable.largest_batch import LargestBatch
 from remat_opt.callable.warning import RematWarning
 from remat_opt.planner.budget import InfeasibleBudget
 from remat_opt.report.explain import Explanation
@@ -51,6 +52,7 @@ class Options:
     steps: int = 3
     runs: int = 5
     budget: int | float | str | None = None
+    largest_batch: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +114,7 @@ class Outcome:
     parameters: int
     variants: dict[str, Variant]
     explanation: Explanation
+    largest_batch: LargestBatch | None
     seconds: float
 
 
@@ -127,6 +130,16 @@ def run(options: Options, say: Say = lambda message: None) -> Outcome:
     started = time.perf_counter()
     network: dict[str, Any] = {"batch": options.batch, "size": options.size, "learning_rate": LEARNING_RATE}
     example = image_classifier(options.model, **network)
+    largest = None
+    if options.largest_batch is not None:
+        say(f"the largest batch of {options.model}")
+        largest = largest_batch(
+            example.train_step,
+            lambda batch: image_classifier(options.model, **{**network, "batch": batch}).abstract_args,
+            budget=options.largest_batch,
+            multiple_of=options.batch,
+            donate_argnums=example.donate_argnums,
+        )
     variants = _variants(example.train_step, image_classifier(options.model, **network, remat=True).train_step, options)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RematWarning)  # what it says is the plan's note, which is shown
@@ -139,7 +152,7 @@ def run(options: Options, say: Say = lambda message: None) -> Outcome:
         explanation = optimised.explain(example.init(), *example.batch())
     parameters = sum(leaf.size for leaf in jax.tree.leaves(example.abstract_args[0].params))
     seconds = time.perf_counter() - started
-    return Outcome(options, parameters, {v.name: v for v in variants}, explanation, seconds)
+    return Outcome(options, parameters, {v.name: v for v in variants}, explanation, largest, seconds)
 
 
 def _variants(train_step: Callable, by_hand: Callable, options: Options) -> list[Variant]:
@@ -249,6 +262,7 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
             "note": explanation.plan.note,
             "seconds": dict(explanation.seconds),
         },
+        "largest_batch": outcome.largest_batch and outcome.largest_batch.as_json(),
         "variants": {name: _variant_as_json(variant, plain) for name, variant in outcome.variants.items()},
         "seconds": outcome.seconds,
     }

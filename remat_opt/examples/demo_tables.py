@@ -41,6 +41,8 @@ def show(outcome: Outcome) -> None:
     console.print(_training(outcome))
     for line in _sentences(outcome):
         console.print(line)
+    if outcome.largest_batch is not None:
+        console.print(f"\nThe largest batch:\n{outcome.largest_batch}")
     if plan.note:
         console.print(f"Note: {plan.note}.")
 
