@@ -26,6 +26,15 @@ STEPS = 2
 COMPILED = {"name": "lstm_scan", "small": True, "batch": 64}
 TARGET = "h200"
 """,
+    "ladder": """
+TRAINED = {"name": "dynamicconv_iwslt", "small": True, "batch": 10, "learning_rate": 0.1}
+STEPS = 2
+TARGET = "h200"
+RUNGS = {
+    "float32": ("float32", {"split": False, "budget": 1.0}),
+    "bfloat16, split, recomputation": ("bfloat16", {"split": 5}),
+}
+""",
     "how_it_works": "LAYERS, WIDTH, EXAMPLES = 6, 64, 1024",
 }
 MACHINE = re.compile(r"/(home|root|work|tmp|usr|opt|Users)/|site-packages|localhost|\bFile \"")
