@@ -32,7 +32,7 @@ STEPS = 2
 TARGET = "h200"
 RUNGS = {
     "float32": ("float32", {"split": False, "budget": 1.0}),
-    "bfloat16, split, recomputation": ("bfloat16", {"split": 5}),
+    "float32, split, recomputation": ("float32", {"split": 5}),
 }
 """,
     "how_it_works": "LAYERS, WIDTH, EXAMPLES = 6, 64, 1024",
