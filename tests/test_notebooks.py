@@ -29,7 +29,7 @@ TARGET = "h200"
     "ladder": """
 TRAINED = {"name": "dynamicconv_iwslt", "small": True, "batch": 10, "learning_rate": 0.1}
 STEPS = 2
-TARGET = "h200"
+TARGET = "cpu"
 RUNGS = {
     "float32": ("float32", {"split": False, "budget": 1.0}),
     "float32, split, recomputation": ("float32", {"split": 5}),
