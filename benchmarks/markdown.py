@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from benchmarks.results_file import Results
-from benchmarks.tables import BY_FLOPS, OURS, POLICIES, SPLIT, TITLES, VARIANTS, Row
+from benchmarks.tables import BY_FLOPS, OURS, POLICIES, SPLIT, TITLES, TUNED, VARIANTS, Row
 
 Result = dict[str, Any]
 
@@ -45,9 +45,8 @@ def to_markdown(table: str, target: str, rows: Sequence[Row], results: Results) 
         "",
         *_grid(["network", *map(_heading, variants)], [_flops_row(row, variants, results) for row in shown]),
         "",
-        "## Ours, the least memory for at most one more forward pass",
-        "",
-        *_grid(OURS_COLUMNS, [_our_row(row, results[row.key]) for row in shown if LEAST in results[row.key]]),
+        *_times(shown, variants, results),
+        *_least(shown, results),
         *_beside_their_programs(shown, results),
         *_failures(shown, results),
     ]
@@ -119,8 +118,8 @@ def _heading(variant: str) -> str:
     if name == SPLIT:
         chunks, _, budget = budget.partition("@")
         return f"{chunks} chunks, {float(budget):.0%} of plain" if budget else f"{chunks} chunks"
-    if name in OURS and budget:
-        heading = "ours by FLOPs" if name == BY_FLOPS else "ours"
+    if name in (*OURS, TUNED) and budget:
+        heading = {BY_FLOPS: "ours by FLOPs", TUNED: "timed"}.get(name, "ours")
         return f"{heading}, {float(budget):.0%} of plain" if _is_fraction(budget) else f"{heading}, as {budget}"
     return HEADINGS.get(variant, f"`{variant}`" if "_" in variant else variant)
 
@@ -136,6 +135,27 @@ def _grid(header: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 def _memory_row(row: Row, variants: Sequence[str], results: Results) -> list[str]:
     return [row.key, *(_memory(results[row.key].get(variant)) for variant in variants)]
+
+
+def _times(rows: Sequence[Row], variants: Sequence[str], results: Results) -> list[str]:
+    """Times of steps that ran, of all variants."""
+    timed = [name for name in variants if any("step_time_ratio" in results[row.key].get(name, {}) for row in rows)]
+    if not timed:
+        return []
+    said = "## Time of a step, as a multiple of the plain step's"
+    return [said, "", *_grid(["network", *map(_heading, timed)], [_times_row(row, timed, results) for row in rows]), ""]
+
+
+def _times_row(row: Row, variants: Sequence[str], results: Results) -> list[str]:
+    found = (results[row.key].get(variant, {}).get("step_time_ratio") for variant in variants)
+    return [row.key, *("–" if ratio is None else f"{ratio:.2f}" for ratio in found)]
+
+
+def _least(rows: Sequence[Row], results: Results) -> list[str]:
+    """Ours with the least memory, in detail."""
+    found = [_our_row(row, results[row.key]) for row in rows if LEAST in results[row.key]]
+    heading = "## Ours, the least memory for at most one more forward pass"
+    return [heading, "", *_grid(OURS_COLUMNS, found)] if found else []
 
 
 def _flops_row(row: Row, variants: Sequence[str], results: Results) -> list[str]:
