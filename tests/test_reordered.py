@@ -132,6 +132,6 @@ def test_what_runs_unchanged_is_compiled_without_our_options(monkeypatch: pytest
     )
     prepared = prepare(capture(jax.jit(lambda x: jnp.sin(x).sum()), (jnp.ones(8),), {}), resolve_target("cpu"))
     for solution in (prepared.problem.plain, None):
-        compile_candidate(prepared, solution, {"xla_cpu_enable_fast_math": True})
+        compile_candidate(prepared, solution, {"compiler_options": {"xla_cpu_enable_fast_math": True}})
     assert asked[0] == {"xla_cpu_enable_fast_math": True}
     assert asked[1] == compiler_options_for("cpu", asked[0])

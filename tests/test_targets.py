@@ -210,8 +210,8 @@ def test_unused_arguments_count_unless_they_are_dropped() -> None:
     def first(x: jax.Array, y: jax.Array) -> list[jax.Array]:
         return [x + 1]
 
-    kept = measure_flat(first, SMALL * 2, target="h200")
-    dropped = measure_flat(first, SMALL * 2, target="h200", keep_unused=False)
+    kept = measure_flat(first, SMALL * 2, target="h200", keep_unused=True)
+    dropped = measure_flat(first, SMALL * 2, target="h200")
     assert (kept.argument_bytes, dropped.argument_bytes) == (512, 256)
 
 

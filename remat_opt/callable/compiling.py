@@ -42,7 +42,7 @@ def compile_as_called(jitted: Any, target: Target, args: tuple, kwargs: dict) ->
 
 
 def compile_candidate(
-    prepared: Prepared, solution: Solution | None, compiler_options: Mapping[str, Any] | None = None
+    prepared: Prepared, solution: Solution | None, options: Mapping[str, Any] | None = None
 ) -> Figures:
     """Compile a step on flat arguments for the device that it is planned for, with our compiler options where something
     is changed, as a call would be.
@@ -50,11 +50,12 @@ def compile_candidate(
     Args:
         prepared: the step.
         solution: what is written; None for the original step under our options, of which a budget may be a part.
-        compiler_options: the user's, which ours are put under.
+        options: of `jax.jit`, whose compiler options ours are put under.
     """
-    options = compiler_options
+    options = options or {}
+    compiler_options = options.get("compiler_options")
     if solution is None or not Candidate(prepared, solution).is_unchanged:
-        options = compiler_options_for(prepared.target.platform, compiler_options, offloads=prepared.offloads)
+        compiler_options = compiler_options_for(prepared.target.platform, compiler_options, offloads=prepared.offloads)
     captured, target = prepared.captured, prepared.target
     plain = compat.function_of_jaxpr(captured.traced)
     return compile_elsewhere(
@@ -63,7 +64,8 @@ def compile_candidate(
         captured.traced,
         donated=[index for index, given in enumerate(captured.donated) if given],
         target=target,
-        compiler_options=options,
+        compiler_options=compiler_options,
+        keep_unused=options.get("keep_unused", False),
     )
 
 
@@ -75,7 +77,7 @@ def compile_elsewhere(
     donated: Sequence[int],
     target: Target,
     compiler_options: Mapping[str, Any] | None,
-    keep_unused: bool = True,
+    keep_unused: bool = False,
 ) -> Figures:
     """Compile for a device that is not attached.
 

@@ -216,7 +216,7 @@ class PlannedFunction:
     def measure(self, args: tuple, kwargs: dict, prepared: Prepared, solution: Solution | None) -> Figures:
         """Compile a candidate (None: the original step) for the target."""
         if prepared.target.name != resolve_target(None).name:
-            return compile_candidate(prepared, solution, self._options.get("compiler_options"))
+            return compile_candidate(prepared, solution, self._options)
         # A fraction is one of the plain step under our options, so that it speaks of the rewriting alone.
         ours = solution is None and self._settings.budget.fraction is not None
         if solution is None:

@@ -23,7 +23,7 @@ def measure_flat(
     donated: Sequence[int] = (),
     target: Target | str | None = None,
     compiler_options: Mapping[str, Any] | None = None,
-    keep_unused: bool = True,
+    keep_unused: bool = False,
     out_shardings: Sequence[Any] | None = None,
     worker: Worker | None = None,
 ) -> Figures:
@@ -39,7 +39,8 @@ def measure_flat(
         donated: positions of the arguments whose memory may be reused for outputs.
         target: see `resolve_target`.
         compiler_options: as of `jax.jit`.
-        keep_unused: as of `jax.jit`; whether arguments that the program does not read count.
+        keep_unused: as of `jax.jit`. Where it is false, what the program does not read is no argument, and what nobody
+            reads is no operand of a barrier: by one operand a step may need a sixth more.
         out_shardings: of the results, for an absent target of several devices.
         worker: the child process to use instead of the shared one.
 

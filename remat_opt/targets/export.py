@@ -46,7 +46,7 @@ def export_flat(
     *,
     target: Target,
     donated: Sequence[int] = (),
-    keep_unused: bool = True,
+    keep_unused: bool = False,
     out_shardings: Sequence[Any] | None = None,
 ) -> PortableProgram:
     """Export a flat function for a target.
