@@ -8,6 +8,7 @@ from typing import Any
 
 from remat_opt.callable.frontier import Frontier, trace_frontier
 from remat_opt.callable.function import OptimizedFunction
+from remat_opt.callable.jit_options import check_names
 from remat_opt.callable.largest_batch import LargestBatch, check_batch_settings, search_largest_batch
 from remat_opt.callable.measure import Measurement, measure_step
 from remat_opt.callable.resolving import bind, is_optimized, resolve
@@ -75,6 +76,7 @@ def optimize(
     ways = {"split": split, "offload": offload, "tune": tune, "on_error": on_error}
     options: dict[str, Any] = {**searched, **allowed, **ways}
     settings = check_settings(**options)
+    check_names(jit_options, optimize)
     if fun is _NOT_GIVEN:
         return functools.partial(optimize, **options, **jit_options)
     return _optimized(fun, settings, jit_options, "optimize")
@@ -164,6 +166,7 @@ def largest_batch(
     """
     options = {"split": split, "repeat_collectives": repeat_collectives}
     settings = check_batch_settings(make_args, budget, target, multiple_of, **options)
+    check_names(jit_options, largest_batch)
     step = _optimized(train_step, settings, jit_options, "largest_batch")
     return search_largest_batch(step, settings, make_args, multiple_of)
 

@@ -311,3 +311,17 @@ def test_options_that_equinox_has_its_own_for_are_given_to_it() -> None:
             ValueError, match=r'expected donate_argnums .*write .*eqx\.filter_jit\(step, donate="all"\)'
         ):
             remat_opt.optimize(fun, donate_argnums=0)(net, X)
+
+
+@pytest.mark.parametrize(
+    ("options", "meant"),
+    [
+        ({"budgt": "2GB"}, "write 'budget', say"),
+        ({"donate_argnum": 0}, "write 'donate_argnums', say"),
+        ({"target": "H200"}, r"did you mean 'h200'\?"),
+        ({"plan": "plan.json"}, r"write plan=remat_opt\.Plan\.load\('plan\.json'\)"),
+    ],
+)
+def test_what_is_nearly_right_is_told_what_to_write(options: dict[str, Any], meant: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=meant):
+        remat_opt.optimize(lambda x: x, **options)

@@ -96,7 +96,7 @@ def test_times_are_beside_it_and_the_fastest_batch_is_among_them() -> None:
     assert found.largest.seconds == pytest.approx(plan.seconds + plan.extra_seconds)
     lines = str(found).splitlines()
     assert lines[0] == "train_step for cpu, budget 200.0 MB"
-    assert lines[2].split() == ["batch", "peak", "recomputing", "a", "step", "samples/s"]
+    assert lines[2].split() == ["batch", "peak", "extra", "time", "a", "step", "samples/s"]
     assert lines[5].split()[:2] == ["largest", f"{found.batch:,}"]
     assert "physical peak" in lines[7]
     assert json.loads(json.dumps(found.as_json()))["largest"]["batch"] == found.batch

@@ -98,13 +98,16 @@ class Frontier:
             flops = point.extra_flops / max(given.predicted.flops, 1)
             line = _line(point.peak_bytes, plain, flops, self._share_of_time(point))
             line += f"  {point.plan.predicted.host_bytes / 1e6:9.1f} MB" if has_host else ""
-            if line != lines[-1]:
+            if line[_SIZE:] != lines[-1][_SIZE:]:  # of equal shares the least memory
                 lines.append(line)
         if given.is_plain:
             lines[-1] += "  plain"
         else:
             lines.append(f"{_line(plain, plain, 0.0, 0.0)}  plain")
         return "\n".join(lines)
+
+
+_SIZE = 20  # characters of the peak in a line
 
 
 def _line(peak: float, plain: float, extra_flops: float, extra_time: float) -> str:

@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import jax
+
 from remat_opt.targets.options import compiler_options_for, merge_compiler_options
 from remat_opt.trace.compat import JitDescription
+
+
+def check_names(options: dict[str, Any], function: Callable) -> None:
+    """Check that options beside a function's own ones are those of `jax.jit`.
+
+    Raises:
+        TypeError: one is not; the message has the name that comes nearest.
+    """
+    known = {**inspect.signature(jax.jit).parameters}
+    own = {**inspect.signature(function).parameters}
+    for name in options:
+        if name not in known:
+            alike = difflib.get_close_matches(name, [*own, *known], 1)
+            meant = f"; write {alike[0]!r}, say" if alike else ""
+            raise TypeError(f"expected options of remat_opt.{function.__name__} or of jax.jit, got {name!r}{meant}")
 
 
 def merge_options(description: JitDescription, overriding: dict[str, Any], bound: int = 0) -> dict[str, Any]:

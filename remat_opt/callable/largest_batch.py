@@ -87,7 +87,7 @@ class LargestBatch:
     def __str__(self) -> str:
         title = f"{self.name} for {self.target}, budget {format_bytes(self.budget_bytes)}"
         points = {"plain step, largest": self.plain, "most samples/s": self.fastest, "largest": self.largest}
-        lines = [f"{'':22}{'batch':>9}{'peak':>13}{'recomputing':>13}{'a step':>12}{'samples/s':>12}"]
+        lines = [f"{'':22}{'batch':>9}{'peak':>13}{'extra time':>13}{'a step':>12}{'samples/s':>12}"]
         for label, point in points.items():
             if point is None:
                 lines.append(f"{label:22}{'–':>9}")

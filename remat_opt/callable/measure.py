@@ -86,7 +86,7 @@ class Measurement:
         ]
         counted = [count and count.flops for _, count in columns.values()]
         rows.insert(_AFTER_MEMORY, (_FLOPS, counted, format_flops))
-        hidden = {label for label, found, _ in rows if label in (_SENT, _ON_HOST) and not any(found)}
+        hidden = {label for label, found, _ in rows if label in (_SENT, _ARRAYS, _ON_HOST) and not any(found)}
         hidden |= set() if self._compiler_counts_the_same else {_COMPILERS_FLOPS}
         for label, found, show in rows:
             if label in hidden:
@@ -147,7 +147,8 @@ def _compiling(seconds: float) -> str:
     return format_seconds(seconds) if seconds > _LOOKED_UP else "done before"
 
 
-_SENT = "arrays sent between devices"
+_SENT = "sent to other devices"
+_ARRAYS = "arrays sent between devices"
 _ON_HOST = "temporary memory of the host"
 _FLOPS = "FLOPs, loops times their length"
 _COMPILERS_FLOPS = "FLOPs, as the compiler counts"
@@ -159,7 +160,8 @@ _ROWS: tuple[tuple[str, Callable[[Figures], Any], Callable[[Any], str]], ...] = 
     ("physical peak", lambda figures: figures.physical_peak_bytes, format_bytes),
     (_ON_HOST, lambda figures: figures.host_temp_bytes, format_bytes),
     (_COMPILERS_FLOPS, lambda figures: figures.flops, format_flops),
-    (_SENT, lambda figures: figures.collectives and figures.collectives.arrays, str),
+    (_SENT, lambda figures: figures.collectives and figures.collectives.bytes, format_bytes),
+    (_ARRAYS, lambda figures: figures.collectives and figures.collectives.arrays, str),
     ("compiling", lambda figures: figures.compile_seconds, _compiling),
 )
 _DIVIDED = "Figures are those of one device; FLOPs are those of all devices together."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from pathlib import Path
 
 from remat_opt.planner.budget import Budget, parse_budget, plain_budget
 from remat_opt.planner.plan import Plan
@@ -52,7 +53,9 @@ def check_settings(
     if on_error not in ("raise", "plain"):
         raise ValueError(f"expected on_error='raise' or on_error='plain'; got {on_error!r}")
     if plan is not None and not isinstance(plan, Plan):
-        raise TypeError(f"expected a Plan, as step.plan(*args) or Plan.load(path) gives it; got {type(plan).__name__}")
+        write = f"; write plan=remat_opt.Plan.load({str(plan)!r})" if isinstance(plan, (str, Path)) else ""
+        got = type(plan).__name__
+        raise TypeError(f"expected a Plan, as step.plan(*args) or Plan.load(path) gives it; got {got}{write}")
     if plan is not None and budget is not None:
         raise ValueError(
             f"expected a plan or a budget, got both (budget={budget!r}): a plan is what was found for its own budget. "

@@ -7,6 +7,7 @@ operands go through TF32 on NVIDIA's tensor cores and through bfloat16 on a TPU'
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import math
 import re
 from collections.abc import Mapping
@@ -60,9 +61,11 @@ def resolve_target(target: str | Target | None) -> Target:
     name, colon, topology = target.partition(":")
     if colon and name in TARGETS and (several := _SEVERAL.get(TARGETS[name].platform)):
         return several(TARGETS[name], topology)
+    alike = difflib.get_close_matches(target.lower(), TARGETS, 1)
+    meant = f" (did you mean {alike[0]!r}?)" if alike else ""
     raise ValueError(
-        f"unknown target {target!r}; expected one of {', '.join(TARGETS)}, a GPU with the number of GPUs in a node "
-        '("h200:8"), a TPU with its topology ("v5e:4x4"), a remat_opt.targets.Target, or None for the attached backend'
+        f"unknown target {target!r}{meant}; expected one of {', '.join(TARGETS)}, a GPU with the number of GPUs in a "
+        'node ("h200:8"), a TPU with its topology ("v5e:4x4"), a remat_opt.targets.Target, or None for the attached backend'
     )
 
 
