@@ -201,7 +201,7 @@ def test_flax_modules_are_measured_as_nnx_jit_runs_them() -> None:
 
 
 def test_what_cannot_be_measured_is_an_error_and_the_step_stays_usable() -> None:
-    with pytest.raises(ValueError, match=r"unknown target 'h300'; expected one of cpu, h200"):
+    with pytest.raises(ValueError, match=r"unknown target 'h300' \(did you mean 'h200'\?\); expected one of cpu, h200"):
         remat_opt.measure(train_step, PARAMS, X, target="h300")
     with pytest.raises(TypeError, match="expected a function"):
         remat_opt.measure(3, PARAMS, X)

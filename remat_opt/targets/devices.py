@@ -65,7 +65,8 @@ def resolve_target(target: str | Target | None) -> Target:
     meant = f" (did you mean {alike[0]!r}?)" if alike else ""
     raise ValueError(
         f"unknown target {target!r}{meant}; expected one of {', '.join(TARGETS)}, a GPU with the number of GPUs in a "
-        'node ("h200:8"), a TPU with its topology ("v5e:4x4"), a remat_opt.targets.Target, or None for the attached backend'
+        'node ("h200:8"), a TPU with its topology ("v5e:4x4"), a remat_opt.targets.Target, or None for the attached '
+        "backend"
     )
 
 
