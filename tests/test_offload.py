@@ -284,6 +284,31 @@ def test_where_the_compiler_moves_nothing_nothing_is_planned_to_move(monkeypatch
     assert "copies to the host are not made by the compiler" in plan.note
 
 
+@pytest.mark.xdist_group("layers")
+def test_the_least_memory_is_that_without_copies_where_the_compiler_needs_more_with_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from remat_opt.callable import planned
+
+    def compiled(prepared: Any, solution: Any, options: Any) -> Any:
+        """What is predicted, and four times as much with copies."""
+        moves = solution is not None and bool(solution.schedule.transfers)
+        temp = 4 * solution.peak if moves else 10**10 if solution is None else solution.peak
+        return dataclasses.replace(figures, temp_bytes=temp, host_temp_bytes=int(moves))
+
+    step = jax.jit(layers_step, donate_argnums=0)
+    figures = remat_opt.measure(step, *LAYERS, target="cpu").optimized
+    monkeypatch.setattr(planned, "compile_candidate", compiled)
+    alone, moved = (
+        optimize(step, target=with_link(400e9, "h200"), budget="min", offload=offload, split=False).plan(*LAYERS)
+        for offload in (False, True)
+    )
+    assert not moved.transfers
+    assert moved.measured is not None
+    assert alone.measured is not None
+    assert moved.measured.temp_bytes <= alone.measured.temp_bytes
+
+
 @pytest.mark.short
 def test_saved_values_are_awaited_in_a_forward_pass_with_transfers() -> None:
     """Value 1 is made of value 0 and saved; with copies in the program a compiler would make it late, and keep 0."""

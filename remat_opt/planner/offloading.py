@@ -34,15 +34,17 @@ def with_transfers(
             return decide_alone()
         except InfeasibleBudget as other:
             raise min(refusal, other, key=lambda one: one.least_bytes) from None
+    has_limit = planner.settings.budget.has_limit
     if not decision.plan.predicted.host_bytes:
-        return decision if planner.compiled <= 1 else min(decision, decide_alone(), key=lambda one: one.extra_seconds)
+        if planner.compiled <= 1:
+            return decision
+        return min(decision, decide_alone(), key=lambda one: one.extra_seconds if has_limit else _bytes(one))
     check_pool(decision)
     if planner.compile is None:
         return decision
     is_first = planner.compiled <= 1
     figures = decision.plan.measured or planner.measure(decision)
     measured = decision.with_plan(measured=figures)
-    has_limit = planner.settings.budget.has_limit
     if figures.host_temp_bytes and has_limit and is_first:
         return measured
     other = decide_alone()
@@ -53,6 +55,11 @@ def with_transfers(
     why = "need more memory when they are compiled" if figures.host_temp_bytes else "are not made by the compiler"
     note = "; ".join(filter(None, (f"copies to the host {why}, nothing goes there", other.plan.note)))
     return other.with_plan(note=note)
+
+
+def _bytes(decision: Decision) -> int:
+    """Temporary memory, compiled where it was."""
+    return decision.plan.measured.temp_bytes if decision.plan.measured else decision.peak
 
 
 def check_pool(decision: Decision) -> None:
