@@ -206,6 +206,21 @@ def test_without_donation_nothing_is_reused() -> None:
     assert measure_flat(conv_step, AVALS, target="cpu").alias_bytes == 0
 
 
+@pytest.mark.short
+def test_attention_of_any_length_is_compiled_for_an_absent_gpu() -> None:
+    """In jax 0.10.2 XLA finds no tiles for the last product of this one."""
+    images, tokens, width, heads = 8, 197, 768, 12
+
+    def attention(x: jax.Array, inner: jax.Array, outer: jax.Array) -> list[jax.Array]:
+        q, k, v = jnp.moveaxis((x @ inner).reshape(images, tokens, 3, heads, width // heads), 2, 0)
+        shares = jax.nn.softmax(jnp.einsum("bthd,bshd->bhts", q, k) / 8)
+        return [x + jnp.einsum("bhts,bshd->bthd", shares, v).reshape(x.shape) @ outer]
+
+    shapes = ((images, tokens, width), (width, 3 * width), (width, width))
+    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    assert measure_flat(attention, avals, target="h200").temp_bytes > 4 * images * heads * tokens**2
+
+
 def test_unused_arguments_count_unless_they_are_dropped() -> None:
     def first(x: jax.Array, y: jax.Array) -> list[jax.Array]:
         return [x + 1]
