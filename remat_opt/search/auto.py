@@ -101,7 +101,9 @@ class Search(Structures):
             low.append(one)
             best = min(one, best, key=lambda one: one.allocated)
         low = [one for one in low if one.allocated <= _ALLOCATED_AS_SMALL * best.allocated]
-        return min((one for one in low if one.peak <= _AS_SMALL * low[0].peak), key=time_first)
+        # Where nothing is recomputed there are no barriers, and compilers take an order of their own.
+        alike = (one for one in low if one.peak <= _AS_SMALL * low[0].peak and one.schedule.recomputed)
+        return min(alike, key=time_first, default=low[0])
 
     @functools.cached_property
     def low_end(self) -> list[Solution]:
