@@ -49,8 +49,7 @@ _NEAR = 1.25  # times the least peak, up to where a compiler may need less than 
 _ABOUT_A_THIRD = 0.325  # a count apart from ours says up to 2.4 % more on networks of small cells
 _MOST_OF_THE_STEP = 0.35  # its FLOPs, that a forward pass is, about: a backward one takes twice as many
 _ABOUT = 1.02  # times the least peak is no more memory, about
-_AS_SMALL = 1.01  # times the least peak, between which time decides
-_ALLOCATED_AS_SMALL = 1.03  # times the least that is allocated, between which the peak decides
+_AS_SMALL = 1.03  # times the least that is allocated, between which the peak decides
 _ROUND_A_BUDGET = (0.9, 0.95, 1.0, 1.06, 1.25)  # times a budget
 _FROM_BELOW = 2  # schedules below a gap of the frontier, from which it is filled
 _MOST_PARTS = 3  # of a gap
@@ -92,18 +91,16 @@ class Search(Structures):
     def least_allocated(self) -> Solution:
         """Of the schedules with at most one extra forward pass, what compilers allocate about the least memory for.
 
-        Above the least peak a schedule may leave fewer gaps between its buffers, and take less time.
+        Above the least peak a schedule may leave fewer gaps between its buffers. Between those that leave about as few
+        the peak decides: less time means fewer barriers, and compilers an order of their own.
         """
         best, low = self.minimum_memory, [self.minimum_memory]
         for one in sorted(filter(self.is_one_pass, self.low_end), key=memory_first):
-            if one.peak > _ALLOCATED_AS_SMALL * best.allocated:
+            if one.peak > _AS_SMALL * best.allocated:
                 break
             low.append(one)
             best = min(one, best, key=lambda one: one.allocated)
-        low = [one for one in low if one.allocated <= _ALLOCATED_AS_SMALL * best.allocated]
-        # Where nothing is recomputed there are no barriers, and compilers take an order of their own.
-        alike = (one for one in low if one.peak <= _AS_SMALL * low[0].peak and one.schedule.recomputed)
-        return min(alike, key=time_first, default=low[0])
+        return min((one for one in low if one.allocated <= _AS_SMALL * best.allocated), key=memory_first)
 
     @functools.cached_property
     def low_end(self) -> list[Solution]:
