@@ -16,18 +16,21 @@ from remat_opt.trace.compat import JitDescription
 
 
 def check_names(options: dict[str, Any], function: Callable) -> None:
-    """Check that options beside a function's own ones are those of `jax.jit`.
+    """Check that no option is nearly one of a function's or of `jax.jit`; what is like none is left to `jax.jit`.
 
     Raises:
-        TypeError: one is not; the message has the name that comes nearest.
+        TypeError: one is; the message has the name that comes nearest.
     """
-    known = {**inspect.signature(jax.jit).parameters}
-    own = {**inspect.signature(function).parameters}
+    named = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    own, of_jit = (inspect.signature(one).parameters.values() for one in (function, jax.jit))
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in of_jit):
+        return
+    known = [one.name for one in (*own, *of_jit) if one.kind in named]
     for name in options:
-        if name not in known:
-            alike = difflib.get_close_matches(name, [*own, *known], 1)
-            meant = f"; write {alike[0]!r}, say" if alike else ""
-            raise TypeError(f"expected options of remat_opt.{function.__name__} or of jax.jit, got {name!r}{meant}")
+        if name not in known and (alike := difflib.get_close_matches(name, known, 1)):
+            raise TypeError(
+                f"expected options of remat_opt.{function.__name__} or of jax.jit, got {name!r}; write {alike[0]!r}, say"
+            )
 
 
 def merge_options(description: JitDescription, overriding: dict[str, Any], bound: int = 0) -> dict[str, Any]:
