@@ -28,9 +28,8 @@ def check_names(options: dict[str, Any], function: Callable) -> None:
     known = [one.name for one in (*own, *of_jit) if one.kind in named]
     for name in options:
         if name not in known and (alike := difflib.get_close_matches(name, known, 1)):
-            raise TypeError(
-                f"expected options of remat_opt.{function.__name__} or of jax.jit, got {name!r}; write {alike[0]!r}, say"
-            )
+            ours = f"remat_opt.{function.__name__}"
+            raise TypeError(f"expected options of {ours} or of jax.jit, got {name!r}; write {alike[0]!r}, say")
 
 
 def merge_options(description: JitDescription, overriding: dict[str, Any], bound: int = 0) -> dict[str, Any]:
