@@ -74,33 +74,29 @@ def new_state():
     return State(params, optimizer.init(params))
 
 
-trainer = Trainer()
-state = new_state()
-params = state.params
-batch = jax.random.normal(jax.random.key(99), (4096, WIDTH))
-
-
 def make_args(batch):
     """What the step takes for so many rows."""
-    return state, jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
+    return new_state(), jax.ShapeDtypeStruct((batch, WIDTH), jnp.float32)
 
 
-NAMES = {
-    "Network": Network,
-    "dataclasses": dataclasses,
-    "eqx": eqx,
-    "jax": jax,
-    "jnp": jnp,
-    "loss_fn": loss_fn,
-    "make_args": make_args,
-    "new_state": new_state,
-    "nnx": nnx,
-    "optax": optax,
-    "params": params,
-    "remat_opt": remat_opt,
-    "state": state,
-    "batch": batch,
-    "train_step": train_step,
-    "trainer": trainer,
-}
-"""What the blocks of a page may use without defining it."""
+def names() -> dict[str, Any]:
+    """What the blocks of a page may use without defining it; arrays are new, as a page may donate them."""
+    state = new_state()
+    return {
+        "Network": Network,
+        "dataclasses": dataclasses,
+        "eqx": eqx,
+        "jax": jax,
+        "jnp": jnp,
+        "loss_fn": loss_fn,
+        "make_args": make_args,
+        "new_state": new_state,
+        "nnx": nnx,
+        "optax": optax,
+        "params": state.params,
+        "remat_opt": remat_opt,
+        "state": state,
+        "batch": jax.random.normal(jax.random.key(99), (4096, WIDTH)),
+        "train_step": train_step,
+        "trainer": Trainer(),
+    }

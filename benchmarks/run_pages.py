@@ -24,7 +24,7 @@ import sys
 import tempfile
 import textwrap
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,42 +123,46 @@ def _are_close(one: str, other: str) -> bool:
     return abs(a - b) <= max(TOLERANCE * max(a, b), 1.001 * unit)
 
 
-def run_in_child(page: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    """Run a page in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.run_pages", str(page), *options]
+def run_in_child(pages: Sequence[Path], *options: str) -> subprocess.CompletedProcess[str]:
+    """Run pages one after another in a process of their own."""
+    command = [sys.executable, "-m", "benchmarks.run_pages", *map(str, pages), *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def run_page(page: Path) -> tuple[str, str]:
+    """A page as it is, and with what its blocks print; nothing of it is left behind."""
+    from benchmarks.page_setup import jax, names
+
+    document = page.read_text(encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = run(page, document, names())
+    jax.clear_caches()  # a page may say how long a compiler took
+    return document, found
 
 
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("page", nargs="?", type=Path, help="default: all, each in a process of its own")
-    parser.add_argument("--write", action="store_true", help="put what the blocks print into the page")
-    parser.add_argument("--check", action="store_true", help="compare it with what the page shows")
+    parser.add_argument("pages", nargs="*", type=Path, help="default: all")
+    parser.add_argument("--write", action="store_true", help="put what the blocks print into the pages")
+    parser.add_argument("--check", action="store_true", help="compare it with what the pages show")
     options = parser.parse_args()
-    if options.page is None:
-        for page in pages():
-            print(page.relative_to(ROOT), flush=True)
-            chosen = [f"--{name}" for name in ("write", "check") if getattr(options, name)]
-            ran = run_in_child(page, *chosen)
-            if ran.returncode:
-                sys.exit(ran.stderr)
-        return
-    from benchmarks.page_setup import NAMES, jax  # it sets how many devices the CPU stands in for
+    from benchmarks.page_setup import jax  # it sets how many devices the CPU stands in for
 
     is_todays = jax.__version__.startswith(f"{WRITTEN_WITH}.")
     if options.write and not is_todays:
         parser.error(f"expected jax {WRITTEN_WITH} with --write, for figures that belong together")
-
-    page = options.page.resolve()
-    document = page.read_text(encoding="utf-8")
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        found = run(page, document, NAMES)
-    if options.write:
-        page.write_text(found, encoding="utf-8")
-    elif options.check and is_todays and (lines := differences(document, found)):
-        sys.exit("\n".join([f"{page.name} does not show what it prints; see benchmarks/run_pages.py", *lines]))
+    wrong = []
+    for page in [page.resolve() for page in options.pages] or pages():
+        print(page.relative_to(ROOT), flush=True)
+        document, found = run_page(page)
+        if options.write:
+            page.write_text(found, encoding="utf-8")
+        elif options.check and is_todays and (lines := differences(document, found)):
+            wrong += [f"{page.name} does not show what it prints; see benchmarks/run_pages.py", *lines]
+    if wrong:
+        sys.exit("\n".join(wrong))
 
 
 if __name__ == "__main__":
