@@ -47,13 +47,13 @@ def rewritten(program: RandomProgram, how: How) -> None:
     hypothesis.event("rewritten" if check_rewritten(program, how) else "nothing to gain")
 
 
-@few(40)
+@few(20)
 @given(program=programs(most_statements=12), way=st.randoms(use_true_random=False))
 def test_small_programs_keep_their_values_for_any_target_solver_and_budget(program: RandomProgram, way: Any) -> None:
     rewritten(program, any_way(way))
 
 
-@few(24)
+@few(16)
 @given(program=programs(most_statements=20), share=st.sampled_from([None, -1.0, 0.5]))
 def test_programs_keep_their_values_with_the_search_that_users_get(program: RandomProgram, share: float | None) -> None:
     rewritten(program, How("cpu", "auto", share))
@@ -71,7 +71,7 @@ def test_large_programs_keep_their_values(seed: int) -> None:
         check_rewritten(random_program(source, source.choice((30, 40, 60))), How("h200", "lower_sets", None))
 
 
-@few(12)
+@few(8)
 @given(program=programs(most_statements=12))
 def test_programs_give_their_values_when_they_are_compiled_and_called(program: RandomProgram) -> None:
     hypothesis.event("rewritten" if check_compiled(program, 0.7) else "nothing to gain")

@@ -18,13 +18,13 @@ TRAINED = {"name": "wide_resnet28_2", "small": True, "batch": 64, "size": 16, "l
 STEPS = 2
 BUDGET = 0.6
 COMPILED = {"name": "vgg16", "small": True, "batch": 64}
-TARGET = "h200"
+TARGET = "cpu"
 """,
     "transformer_scan": """
 TRAINED = {"name": "lstm_scan", "small": True, "batch": 64, "learning_rate": 0.1}
 STEPS = 2
 COMPILED = {"name": "lstm_scan", "small": True, "batch": 64}
-TARGET = "h200"
+TARGET = "cpu"
 """,
     "ladder": """
 TRAINED = {"name": "dynamicconv_iwslt", "small": True, "batch": 10, "learning_rate": 0.1}

@@ -116,7 +116,7 @@ def small_graph(source: random.Random) -> Graph:
 def test_milp_finds_the_minimum_peak_and_the_minimum_time_of_all_schedules() -> None:
     graphs = gained = 0
     for seed in itertools.count():
-        if graphs == 300:
+        if graphs == 100:
             break
         problem = Problem(small_graph(random.Random(seed)))
         if len(problem.order) < 4 or (every := schedules(problem, 600)) is None:
@@ -130,7 +130,7 @@ def test_milp_finds_the_minimum_peak_and_the_minimum_time_of_all_schedules() -> 
             solution = milp.solve(problem, budget)
             assert solution.peak <= budget, seed
             assert solution.extra_seconds == min(seconds for peak, seconds in costs if peak <= budget), seed
-    assert gained >= 60
+    assert gained >= 20
 
 
 def test_milp_says_when_it_ran_out_of_time() -> None:

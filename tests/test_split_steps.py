@@ -16,6 +16,7 @@ from remat_opt.callable.compiling import compile_candidate
 from remat_opt.planner.candidates import Candidate, Variants
 from remat_opt.planner.prepared import Prepared
 from remat_opt.planner.settings import check_settings
+from remat_opt.planner.splitting import note_of_split
 from remat_opt.planner.step import read_step
 from remat_opt.trace.evaluation import evaluate_all
 from remat_opt.trace.inline import Program
@@ -151,7 +152,7 @@ def test_batches_that_cannot_be_split_are_refused_with_what_needs_the_whole() ->
     ("split", "instead"),
     [
         (5, "divides the batch of 12, got split=5. Write split=4 or split=6"),
-        (11, "Write split=6 or split=12"),
+        (11, "Write split=6 or split=12, or give the batch 11 or 22 rows"),
         (13, "at most 12 chunks, as the batch has rows, got split=13. Write split=12 or less"),
     ],
 )
@@ -172,6 +173,16 @@ def test_without_split_nothing_is_split() -> None:
     assert plan.chunks == 3
     assert not plan.is_plain
     assert "the batch of 12 (argument 1 along axis 0) runs in 3 chunks" in plan.note
+
+
+def test_of_chunks_that_take_long_the_time_is_said_and_what_may_take_less() -> None:
+    for rows, advice in ((13, " (its next smaller divisor is 1: another batch may take less)"), (12, "")):
+        prepared = optimize(mean_step).prepare(jnp.eye(8), jnp.ones((rows, 8)))
+        seconds = prepared.plain_graph.seconds
+        assert f"runs in {rows} chunks, in about 10 times the plain step's time{advice}," in (
+            note_of_split(prepared, rows, 9 * seconds) + ","
+        )
+        assert "times" not in note_of_split(prepared, rows, 0.9 * seconds)
 
 
 def test_a_budget_is_met_in_chunks() -> None:

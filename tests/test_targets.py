@@ -1,7 +1,6 @@
 """Targets: the compilers' figures for devices that are here and that are not, and what is live at the peak."""
 
 from collections.abc import Sequence
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +8,6 @@ import pytest
 import step_networks as networks
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
-from benchmarks.live_buffers import read_live_buffers
 from remat_opt.targets import (
     TARGETS,
     CompilationOutOfMemory,
@@ -25,7 +23,6 @@ from remat_opt.targets import (
     remote,
     resolve_target,
 )
-from remat_opt.targets.worker import compiler_version
 
 LAYERS = 4
 IMAGES = jax.ShapeDtypeStruct((8, 32, 32, 16), jnp.float32)
@@ -291,33 +288,3 @@ def test_arguments_that_are_on_no_mesh_are_of_one_device() -> None:
     (aval,) = jax.make_jaxpr(jnp.sin)(jnp.ones((8, 128))).in_avals
     assert aval.sharding.num_devices == 0
     assert measure_flat(lambda x: [jnp.sin(x) @ x.T], [aval], target="h200").output_bytes > 0
-
-
-def test_an_old_libtpu_reports_gaps_between_buffers_twice(tmp_path: Path) -> None:
-    unit, barrier = 2**16, jax.lax.optimization_barrier
-
-    def rows(count: int, values: jax.Array, weights: jax.Array) -> jax.Array:
-        return jnp.dot(values[: count * unit], weights, precision="highest")
-
-    def step(values: jax.Array, weights: jax.Array, small: jax.Array) -> list[jax.Array]:
-        large = rows(13, values, weights)
-        for _ in range(12):  # lives longest, so that it is placed first
-            large, small = barrier((large, small))
-            small = jnp.sin(small @ weights)
-        between = rows(2, values, small + large[:512])
-        weights, between = barrier((weights + jnp.sum(large @ weights, 0), between))
-        between, one = barrier((between, rows(8, values, weights)))
-        weights, one = barrier((weights + jnp.sum(between @ weights, 0), one))
-        one, other = barrier((one, rows(8, values, weights)))
-        return [jnp.sum((one @ weights) * (other @ weights))]
-
-    avals = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((16 * unit, 512), (512, 512), (512, 512))]
-    with Worker(resolve_target("v5e"), dump_to=tmp_path) as worker:
-        figures = measure_flat(step, avals, target="v5e", worker=worker)
-    peak = read_live_buffers(tmp_path)
-    gaps = peak.allocated_bytes - peak.live_bytes
-    assert gaps > 0.02 * peak.allocated_bytes
-    # libtpu before 0.0.51 reports what lies idle at the peak once more.
-    release = tuple(map(int, compiler_version("tpu").removeprefix("libtpu ").split(".")[:3]))
-    reported = peak.allocated_bytes + gaps * (release < (0, 0, 51))
-    assert figures.temp_bytes == pytest.approx(reported, rel=0.001)

@@ -135,7 +135,7 @@ class Planner:
         saved = tuple(names[value] for value in sorted(names))
         loops = prepared.loops or self.forms.given.loops
         said = loops.summary(written=written is not None) if loops else ""
-        split = note_of_split(self.original, prepared.chunks)
+        split = note_of_split(self.original, prepared.chunks, candidate.extra_seconds)
         plan = Plan(
             fingerprint=self.original.fingerprint,
             inputs=self.original.inputs,

@@ -40,20 +40,26 @@ def in_chunks(prepared: Prepared, chunks: int) -> Prepared:
         )
         near = " or ".join(f"split={k}" for k in (below, above) if k)
         what = f"the batch of {rows}" if batch.parts == 1 else f"the {rows} rows of each device"
-        raise ValueError(f"expected a number that divides {what}, got split={chunks}. Write {near}")
+        other = rows - rows % chunks
+        raise ValueError(
+            f"expected a number that divides {what}, got split={chunks}. Write {near}, or give {of_what} {other} or "
+            f"{other + chunks} rows"
+        )
     return prepared.in_chunks(chunks)
 
 
 _INSTEAD = "Write split=False"
 MOST_NAMED = 3  # operations in a note
+WORTH_SAYING = 2  # times the plain step's time; times as many chunks as fewer that divide a batch
 
 
-def note_of_split(original: Prepared, chunks: int) -> str:
+def note_of_split(original: Prepared, chunks: int, extra_seconds: float = 0.0) -> str:
     """A sentence on what is split and what ended the loop over chunks; empty where nothing is.
 
     Args:
         original: the step before.
         chunks: into how many its batch is split.
+        extra_seconds: estimated for the plan. Starting kernels takes time that no FLOPs tell of.
     """
     batch = original.batch if chunks else None
     if batch is None:
@@ -62,6 +68,12 @@ def note_of_split(original: Prepared, chunks: int) -> str:
     split = ", ".join(f"{names[at]} along axis {axis}" for at, axis in batch.arguments)
     on = f" on each of {batch.parts} devices" if batch.parts > 1 else ""
     said = f"the batch of {batch.rows} ({split}) runs in {chunks} chunks{on}"
+    times = 1 + extra_seconds / max(original.plain_graph.seconds, 1e-12)
+    if times > WORTH_SAYING:
+        said += f", in about {times:,.0f} times the plain step's time"
+        fewer = max((k for k in batch.numbers if k < chunks), default=1)
+        if fewer * WORTH_SAYING < chunks:
+            said += f" (its next smaller divisor is {fewer}: another batch may take less)"
     needed = list(dict.fromkeys(map(place_of, (*batch.meetings, *batch.ends))))
     return f"{said}, the whole of it is needed by {'; '.join(needed[:MOST_NAMED])}" if needed else said
 
