@@ -17,15 +17,17 @@ from remat_opt.rewrites.split.bodies import BODIES
 from remat_opt.rewrites.split.devices import Devices, NotDivisible, devices_of
 from remat_opt.rewrites.split.layouts import Context
 from remat_opt.rewrites.split.rules import RULES
-from remat_opt.rewrites.split.stages import Stages, put_in_stages, reads
+from remat_opt.rewrites.split.stages import Stages, making_rows_again, put_in_stages, reads
 from remat_opt.rewrites.split.write import write_chunks
 from remat_opt.trace import compat
 from remat_opt.trace.avals import bytes_of
+from remat_opt.trace.flops import flops_of
 from remat_opt.trace.inline import Equation, Program
 from remat_opt.trace.primitives import ELEMENTWISE
 
 LEAST_SHARE = 0.1  # of the bytes of all values, that have to gain by a split
 ENOUGH_SHARE = 0.4  # of these bytes: with such a gain no other arguments are tried
+MOST_AGAIN = 0.4  # of the FLOPs: rows of a forward pass are made again, not those of each layer for the next
 SMALL_SHARE = 0.01  # of the bytes in the largest loop: a loop of fewer runs on the whole batch
 
 
@@ -136,7 +138,12 @@ def find_batch(program: Program, shardings: Sequence[Any] = ()) -> Batch | None:
         shardings: of its inputs; none on one device.
     """
     found = _find(program)
-    return None if found is None else dataclasses.replace(found, shardings=shardings)
+    if found is None:
+        return None
+    # Not before: what can be made again says nothing of which axis the batch is. An axis of the state is none.
+    is_data = not any(_is_state(program, program.inputs[at]) for at, _ in found.arguments)
+    stages = _with_rows_again(found.stages) if is_data else found.stages
+    return dataclasses.replace(found, stages=stages, shardings=shardings)
 
 
 def _find(program: Program) -> Batch | None:
@@ -217,6 +224,15 @@ def _batch(analysis: Analysis, rows: int) -> Batch:
         analysis = _with_runs(analysis, kept)
     arguments = [(at, layouts.get(value)) for at, value in enumerate(program.inputs)]
     return Batch(rows, tuple((at, axis) for at, axis in arguments if isinstance(axis, int)), stages)
+
+
+def _with_rows_again(stages: Stages) -> Stages:
+    """The same, in which rows are made again, where that saves a good part and takes about a forward pass at most."""
+    program = stages.analysis.program
+    if stages.handed_on_bytes < LEAST_SHARE * sum(map(bytes_of, program.avals)):
+        return stages
+    every = sum(flops_of(equation, program) for equation in program.equations)
+    return making_rows_again(stages, MOST_AGAIN * every)
 
 
 def _with_runs(analysis: Analysis, runs: dict) -> Analysis:

@@ -4,6 +4,11 @@ Stage 0 is what runs before the first loop, stage n what runs after loop n. A lo
 of its own chunks what lies as it is read. So a network with batch norm becomes a chain of loops, a loss that is divided
 by a sum of weights one loop of weights and one of all else. Most equations could be in one of several loops: all are
 put as early, or all as late as they can be, whichever hands on fewer bytes of rows from loop to loop.
+
+Rows that a loop hands on are whole in memory. Where they are many, later loops make them again, chunk by chunk, from
+the rows that are whole in any case (`making_rows_again`): of a loss between samples (in-batch negatives) the network
+runs forward in one loop, which leaves the embeddings alone, and forward and backward in another, as GradCache does it
+by hand (Gao et al., arXiv 2101.06983).
 """
 
 from __future__ import annotations
@@ -15,7 +20,10 @@ from collections.abc import Iterator, Mapping
 from remat_opt.rewrites.split.analysis import Analysis
 from remat_opt.rewrites.split.layouts import Layout, Sum
 from remat_opt.trace.avals import bytes_of
+from remat_opt.trace.flops import flops_of
 from remat_opt.trace.inline import Constant
+
+STAY_WHOLE = 0.1  # of the bytes of rows that loops hand on, where the rest is made again
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -26,15 +34,21 @@ class Stages:
         analysis: which equations run on chunks.
         stage: for each equation its loop, from 1 on, or after which loop it runs.
         loops: how many loops there are.
+        again: for each loop the equations of earlier ones that it runs again; none at all if empty.
     """
 
     analysis: Analysis
     stage: tuple[int, ...]
     loops: int
+    again: tuple[frozenset[int], ...] = ()
 
     def equations(self, loop: int) -> list[int]:
-        """The equations of a loop, in program order."""
+        """The equations that run in a loop for the first time, in program order."""
         return [index for index in self.in_loops if self.stage[index] == loop]
+
+    def runs_again(self, loop: int) -> frozenset[int]:
+        """The equations of earlier loops that a loop runs again."""
+        return self.again[loop - 1] if self.again else frozenset()
 
     @functools.cached_property
     def in_loops(self) -> list[int]:
@@ -51,13 +65,18 @@ class Stages:
         """Values that are read outside of their loop: rows are then whole in memory, and sums are complete."""
         program, runs = self.analysis.program, self.analysis.runs
         found = {*program.returned}
-        for index in range(len(program.equations)):
+        again = ((index, loop) for loop in range(1, self.loops + 1) for index in self.runs_again(loop))
+        for index, stage in (*enumerate(self.stage), *again):
             for value, layout in reads(self.analysis, index):
                 made = program.producer.get(value)
-                is_inside = made is not None and {index, made} <= runs.keys() and self.stage[index] == self.stage[made]
+                is_inside = made in runs and index in runs and self._makes(stage, made)
                 if not (is_inside and lies_as_read(self.analysis, value, layout)):
                     found.add(value)
         return frozenset(value for value in found if program.producer.get(value) in runs)
+
+    def _makes(self, loop: int, index: int) -> bool:
+        """Whether a loop runs an equation, for the first time or again."""
+        return self.stage[index] == loop or index in self.runs_again(loop)
 
     def held_bytes(self, loop: int) -> int:
         """Bytes that rows would have for the whole batch that never leave a loop."""
@@ -100,6 +119,45 @@ def put_in_stages(analysis: Analysis) -> Stages:
     # What is outside of loops, or adds sums alone, runs as early as the loops let it.
     late = _earliest(analysis, {index: late[index] for index in analysis.runs if _is_of_rows(analysis, index)})
     return min((Stages(analysis, tuple(order), loops) for order in (early, late)), key=lambda one: one.handed_on_bytes)
+
+
+def making_rows_again(stages: Stages, most: float) -> Stages:
+    """The same loops, which make again what they read of earlier ones.
+
+    They start from inputs, sums, rows that are whole in any case (read outside of loops, or along another axis), and
+    the smallest others, such as embeddings: these stay whole.
+
+    Args:
+        stages: the loops.
+        most: FLOPs that this may take; where it takes more, the loops stay as they are.
+    """
+    analysis, program = stages.analysis, stages.analysis.program
+    whole = {*program.returned}
+    for index in range(len(program.equations)):
+        for value, layout in reads(analysis, index):
+            if index not in analysis.runs or not lies_as_read(analysis, value, layout):
+                whole.add(value)
+    room = STAY_WHOLE * stages.handed_on_bytes
+    for value in sorted(stages.left - whole, key=lambda value: bytes_of(program.avals[value])):
+        room -= bytes_of(program.avals[value])
+        if room < 0:
+            break
+        whole.add(value)
+    again, flops = [], 0.0
+    for loop in range(1, stages.loops + 1):
+        found: set[int] = set()
+        waiting = stages.equations(loop)
+        while waiting:
+            for value, _ in reads(analysis, waiting.pop()):
+                made = program.producer.get(value)
+                if made in analysis.runs and stages.stage[made] < loop and value not in whole and made not in found:
+                    found.add(made)
+                    waiting.append(made)
+                    flops += flops_of(program.equations[made], program)
+                    if flops > most:
+                        return stages
+        again.append(frozenset(found))
+    return dataclasses.replace(stages, again=tuple(again))
 
 
 def _is_of_rows(analysis: Analysis, index: int) -> bool:

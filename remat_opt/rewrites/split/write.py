@@ -72,10 +72,12 @@ class _Loop:
     def __init__(self, stages: Stages, loop: int, batch: int, chunks: int, devices: Devices | None):
         self.analysis = stages.analysis
         self.program = stages.analysis.program
-        self.order = stages.equations(loop)
+        first, again = stages.equations(loop), stages.runs_again(loop)
+        self.order = sorted({*first, *again})
         self.batch, self.chunks, self.devices = batch, chunks, devices
-        made = [value for at in self.order for value in self.program.equations[at].outputs]
-        without = {*made, *(value for value, _ in self.program.constants)}
+        made = [value for at in first for value in self.program.equations[at].outputs]
+        made_again = (value for at in again for value in self.program.equations[at].outputs if value not in stages.left)
+        without = {*made, *made_again, *(value for value, _ in self.program.constants)}
         every = dict.fromkeys(one for at in self.order for one in reads(self.analysis, at) if one[0] not in without)
         # Values as they are read: by rows along an axis, or whole.
         self.read = list(dict.fromkeys((v, layout if isinstance(layout, int) else None) for v, layout in every))
