@@ -3,6 +3,8 @@
 `MORE_PROGRAMS=300 pytest tests/test_split_random.py` draws so many more.
 """
 
+import dataclasses
+import math
 import os
 import random
 
@@ -12,6 +14,7 @@ from split_checks import assert_same
 
 from remat_opt.rewrites.captured import capture
 from remat_opt.rewrites.split.batch import batch_along
+from remat_opt.rewrites.split.stages import making_rows_again
 from remat_opt.trace.inline import Program
 from tests.random_programs import ROWS, RandomProgram, random_program
 
@@ -45,4 +48,7 @@ def test_random_programs_compute_the_same_in_chunks(seed: int) -> None:
             if batch.stages.in_loops and found < 2:
                 found += 1
                 assert_same(program, batch.split(source.choice(batch.numbers)), leaves, rtol=1e-9)
+                again = dataclasses.replace(batch, stages=making_rows_again(batch.stages, math.inf))
+                if any(again.stages.again):
+                    assert_same(program, again.split(source.choice(batch.numbers)), leaves, rtol=1e-9)
         assert found or seed in MORE
