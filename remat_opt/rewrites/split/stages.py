@@ -69,7 +69,7 @@ class Stages:
         for index, stage in (*enumerate(self.stage), *again):
             for value, layout in reads(self.analysis, index):
                 made = program.producer.get(value)
-                is_inside = made in runs and index in runs and self._makes(stage, made)
+                is_inside = made is not None and {index, made} <= runs.keys() and self._makes(stage, made)
                 if not (is_inside and lies_as_read(self.analysis, value, layout)):
                     found.add(value)
         return frozenset(value for value in found if program.producer.get(value) in runs)
@@ -149,13 +149,14 @@ def making_rows_again(stages: Stages, most: float) -> Stages:
         waiting = stages.equations(loop)
         while waiting:
             for value, _ in reads(analysis, waiting.pop()):
-                made = program.producer.get(value)
-                if made in analysis.runs and stages.stage[made] < loop and value not in whole and made not in found:
-                    found.add(made)
-                    waiting.append(made)
-                    flops += flops_of(program.equations[made], program)
-                    if flops > most:
-                        return stages
+                made = program.producer.get(value, -1)
+                if made not in analysis.runs or stages.stage[made] == loop or value in whole or made in found:
+                    continue
+                found.add(made)
+                waiting.append(made)
+                flops += flops_of(program.equations[made], program)
+                if flops > most:
+                    return stages
         again.append(frozenset(found))
     return dataclasses.replace(stages, again=tuple(again))
 
