@@ -4,22 +4,26 @@
     python -m benchmarks.offload gpt_scan --target gh200
     python -m benchmarks.offload resnet50 --again
 
-`offload_dots` is JAX's own policy round the whole network: results of products go to the host. Results are kept in
+`offload_dots` is JAX's own policy round the whole network: results of products go to the host. `offload_blocks` is
+`nn.remat` round every block by hand, whose input goes to the host. Results are kept in
 `benchmarks/results/offload_h200.json` (or of another target), and the same as a table beside it. Nothing runs.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 from benchmarks.pages import megabytes, page
 from benchmarks.results_file import file_of, load, save
 from benchmarks.tables import OFFLOAD_DOTS, Row
 
+OFFLOAD_BLOCKS = "offload_blocks"
 NETWORKS = ("resnet50", "unet", "vit_b16", "vit_b16_scan", "gpt", "gpt_scan", "transformer_base")
 BUDGETS = (0.5, 0.3, 0.2, "min")
 
@@ -30,10 +34,12 @@ def measure_network(network: str, target: str) -> Iterator[tuple[str, dict[str, 
 
     from benchmarks.variants import compile_step, example_of
 
-    for form in ("plain", OFFLOAD_DOTS):
-        example = example_of(Row(network), form)
-        step = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
-        figures = compile_step(step, example, target, is_plain=form == "plain")
+    for form in ("plain", OFFLOAD_DOTS, OFFLOAD_BLOCKS):
+        by_hand = form == OFFLOAD_BLOCKS
+        with mock.patch("flax.linen.remat", _remat_with_inputs_on_host) if by_hand else contextlib.nullcontext():
+            example = example_of(Row(network), "nn.remat" if by_hand else form)
+            step = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
+            figures = compile_step(step, example, target, is_plain=form == "plain")
         yield form, {"temp_bytes": figures.temp_bytes, "host_bytes": figures.host_temp_bytes, "jax": jax.__version__}
     example = example_of(Row(network))
     step = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
@@ -42,6 +48,25 @@ def measure_network(network: str, target: str) -> Iterator[tuple[str, dict[str, 
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 yield f"{budget} {offload}", _planned(step, example, target, budget, offload)
+
+
+def _remat_with_inputs_on_host(block: Any, **options: Any) -> Any:
+    """`nn.remat` of a block that names what it is called with, and a policy that offloads that name."""
+    import jax
+    from flax import linen as nn
+    from jax.ad_checkpoint import checkpoint_name
+
+    class Named(block):
+        def __call__(self, x: Any, *args: Any) -> Any:
+            return super().__call__(jax.tree.map(lambda leaf: checkpoint_name(leaf, "block"), x), *args)
+
+    policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["block"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    )
+    return nn.checkpoint(Named, policy=policy, **options)
 
 
 def _planned(step: Any, example: Any, target: str, budget: float | str, offload: bool) -> dict[str, Any]:
@@ -70,7 +95,8 @@ def to_markdown(results: dict[str, dict[str, dict[str, Any]]], target: str) -> s
         f"Saved tensors on the host, {target}",
         "Temporary memory as the compiler says, MB (10^6 bytes); time beyond the plain step's as estimated, "
         f"waiting for copies included. `{OFFLOAD_DOTS}` is `jax.checkpoint` round the network with JAX's "
-        "policy that copies the results of products. Written by `python -m benchmarks.offload`.",
+        f"policy that copies the results of products, `{OFFLOAD_BLOCKS}` is `nn.remat` round every block by hand with "
+        "`save_and_offload_only_these_names` for its input. Written by `python -m benchmarks.offload`.",
         [
             "network",
             "step",
@@ -88,17 +114,10 @@ def to_markdown(results: dict[str, dict[str, dict[str, Any]]], target: str) -> s
 
 def _lines(found: dict[str, dict[str, Any]]) -> Iterator[list[str]]:
     yield ["plain", megabytes(found["plain"]["temp_bytes"]), *["–"] * 6]
-    copied = found[OFFLOAD_DOTS]
-    yield [
-        f"`{OFFLOAD_DOTS}`",
-        "–",
-        "–",
-        megabytes(copied["temp_bytes"]),
-        "–",
-        megabytes(copied["host_bytes"]),
-        "–",
-        "–",
-    ]
+    for form in (OFFLOAD_DOTS, OFFLOAD_BLOCKS):
+        if form in found:
+            copied = (megabytes(found[form][name]) for name in ("temp_bytes", "host_bytes"))
+            yield [f"`{form}`", "–", "–", next(copied), "–", next(copied), "–", "–"]
     for budget in BUDGETS:
         alone, copied = found.get(f"{budget} False", {}), found.get(f"{budget} True", {})
         names = ("temp_bytes", "predicted_bytes", "host_bytes", "predicted_host_bytes")
