@@ -101,7 +101,7 @@ def test_auto_finds_a_schedule_where_there_is_one_and_takes_little_more_time_tha
     first: int, record_property
 ) -> None:
     ratios = []
-    for problem, least in problems_of_12_to_16_ops(first, 26):
+    for problem, least in problems_of_12_to_16_ops(first, 13):
         seconds, tight = problem.graph.seconds, least.peak * 11 // 10
         for budget in (tight, (tight + problem.plain.peak) // 2):
             ours, best = auto(problem, budget), milp.solve(problem, budget)
