@@ -110,7 +110,7 @@ def test_a_contrastive_step_needs_a_chunk_of_its_memory() -> None:
     assert found.optimized.temp_bytes < 0.15 * found.plain.temp_bytes
     predicted = found.plan.predicted
     assert 0.3 < predicted.extra_flops / predicted.flops < 0.42  # one more forward pass, with its random masks
-    assert found.optimized.temp_bytes == pytest.approx(predicted.peak_bytes, rel=0.1)
+    assert found.optimized.temp_bytes == pytest.approx(predicted.peak_bytes, rel=0.15)
     assert "runs in 16 chunks" in found.plan.note
 
 
