@@ -27,7 +27,8 @@ from remat_opt.trace.primitives import ELEMENTWISE
 
 LEAST_SHARE = 0.1  # of the bytes of all values, that have to gain by a split
 ENOUGH_SHARE = 0.4  # of these bytes: with such a gain no other arguments are tried
-MOST_AGAIN = 0.4  # of the FLOPs: rows of a forward pass are made again, not those of each layer for the next
+MOST_WHOLE = 0.03  # of the bytes of all values: where rows of more would be whole between loops, they are made again
+MOST_AGAIN = 0.5  # of the FLOPs: rows of a forward pass are made again, not those of each layer for the next
 SMALL_SHARE = 0.01  # of the bytes in the largest loop: a loop of fewer runs on the whole batch
 
 
@@ -229,7 +230,7 @@ def _batch(analysis: Analysis, rows: int) -> Batch:
 def _with_rows_again(stages: Stages) -> Stages:
     """The same, in which rows are made again, where that saves a good part and takes about a forward pass at most."""
     program = stages.analysis.program
-    if stages.handed_on_bytes < LEAST_SHARE * sum(map(bytes_of, program.avals)):
+    if stages.handed_on_bytes < MOST_WHOLE * sum(map(bytes_of, program.avals)):
         return stages
     every = sum(flops_of(equation, program) for equation in program.equations)
     return making_rows_again(stages, MOST_AGAIN * every)
