@@ -11,6 +11,7 @@ needs, and a part of it is sparsity of the weights, which XLA cannot store. Resu
 from __future__ import annotations
 
 import argparse
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -21,6 +22,7 @@ from benchmarks.results_file import RESULTS, load, save
 TARGET = "h200"
 FILE = RESULTS / f"ladder_{TARGET}.json"
 IN_ORDER = 0.95  # a budget that chunks alone meet
+_FOLDERS = re.compile(r"(?<=\s)/\S*/(?=[\w.]+:\d+)")  # of this machine, in errors
 
 
 class Network(NamedTuple):
@@ -72,7 +74,7 @@ def measure_network(network: Network) -> Iterator[tuple[str, dict[str, Any]]]:
                 warnings.simplefilter("ignore")
                 step, figures = _written(plain, example.abstract_args, network, rung)
         except ValueError as error:
-            yield rung.key, {"error": str(error)}
+            yield rung.key, {"error": _FOLDERS.sub("", str(error))}
             continue
         flops = flops_of(step.trace(*example.abstract_args).jaxpr) / plain_flops - 1
         yield (
