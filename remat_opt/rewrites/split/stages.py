@@ -23,7 +23,7 @@ from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.inline import Constant
 
-STAY_WHOLE = 0.1  # of the bytes of rows that loops hand on, where the rest is made again
+STAY_WHOLE = 0.01  # of the bytes of rows that loops hand on, where the rest is made again
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
