@@ -62,6 +62,7 @@ def check_policy(
     target: str | Target | None = None,
     solver: str = "auto",
     plan: Plan | None = None,
+    offload: bool = False,
 ) -> None:
     """Raise where a policy is none, or stands beside options of the search that it takes the place of."""
     if policy is None:
@@ -74,6 +75,7 @@ def check_policy(
             "policy=jax.checkpoint_policies.dots_saveable"
         )
     options = {"budget": budget, "target": target, "solver": None if solver == "auto" else solver, "plan": plan}
+    options["offload"] = offload or None
     given = [name for name, value in options.items() if value is not None]
     if given:
         beside = ", ".join(f"{name}=…" for name in given)

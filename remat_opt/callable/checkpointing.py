@@ -6,37 +6,37 @@ segments under `jax.checkpoint`. This happens while an outer `jax.jit` traces, o
 
 from __future__ import annotations
 
-import collections
 import contextlib
+import dataclasses
 import functools
-import threading
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from remat_opt.callable.adapters import AdaptedFunction, takes_equinox_modules, through_equinox
 from remat_opt.callable.bound import ask
+from remat_opt.callable.checkpoint_outcomes import ONE_REGION, OUTCOMES, Outcome
 from remat_opt.callable.checkpoint_policy import NamesPolicy, UnderPolicy, check_as_jax, check_policy
 from remat_opt.callable.resolving import resolve
 from remat_opt.callable.static_arguments import statics_of
 from remat_opt.callable.warning import RematWarning, callers_level
-from remat_opt.emit.checkpoint import Layout, array_of, evaluate, write_segments
-from remat_opt.planner.checkpoint_planning import CheckpointDecision, choose_names, decide_checkpoint
+from remat_opt.emit.checkpoint import array_of, evaluate, write_segments
+from remat_opt.planner.checkpoint_planning import CheckpointDecision, choose_form, choose_names, settings_of_bodies
 from remat_opt.planner.plan import Plan
-from remat_opt.planner.segmentation import Differentiated, differentiate, jax_differentiates
-from remat_opt.planner.settings import Settings, check_settings
+from remat_opt.planner.segmentation import Differentiated, Loops, differentiate, jax_differentiates
+from remat_opt.planner.settings import Settings, check_offload, check_settings
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.rewrites.captured import Captured, capture_traced
+from remat_opt.rewrites.loop_bodies import handed_on, has_loops, with_bodies
 from remat_opt.targets import Target, resolve_target
 from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
 from remat_opt.trace.inline import Program
 
 _NOT_GIVEN: Any = object()
-_MOST_CACHED = 256  # programs
 
 
 def checkpoint(
@@ -52,18 +52,18 @@ def checkpoint(
     static_argnums: int | Sequence[int] = (),
     static_argnames: str | Iterable[str] = (),
     keep_user_names: bool = False,
+    offload: bool = False,
 ) -> Any:
     """`jax.checkpoint` that finds its own policy.
 
-    The function is differentiated once symbolically when it is traced, and divided into segments under the public
-    `jax.checkpoint`, so that every transform of JAX applies to the result. Use `remat_opt.optimize` where you own the
-    whole training step. What is searched, and what the CPU needs with jax 0.10, is in docs/checkpoint.md.
+    The function is divided into segments under the public `jax.checkpoint`, so that every transform of JAX applies to
+    the result. Use `remat_opt.optimize` where you own the whole training step. See docs/checkpoint.md.
 
     Args:
         fun: as for `jax.checkpoint`, or what `remat_opt.optimize` takes. Without it, a decorator with these options.
         budget: None for the least memory, `"min"` for the least at any cost; or, for the least extra time, how many
             bytes of residuals one call keeps between its forward and its backward pass, besides arguments and results:
-            an int, text as "800MB", or a float in (0, 1], a share of those without checkpoints; not promised.
+            an int, text as "800MB", or a float in (0, 1], a share of those without checkpoints.
         target: the device to plan for ("h200", "v5e", …); default: the attached backend.
         solver: name of the search. "auto" takes the best of those whose plans `jax.checkpoint` can express.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
@@ -73,6 +73,8 @@ def checkpoint(
         static_argnums: positions of arguments that are not arrays and decide what is traced; they need not be hashable.
         static_argnames: the same for arguments given by name.
         keep_user_names: respect `jax.checkpoint` and `checkpoint_name` inside the function; by default, both go.
+        offload: what each step of a `lax.scan` starts from may lie in the host's memory until the backward pass: of
+            loops in the function, or of the function itself as the body of one.
 
     Returns:
         A function as `fun`, with `.plan(*args)` and `.explain(*args)`, also of `jax.ShapeDtypeStruct`s.
@@ -83,14 +85,14 @@ def checkpoint(
         NotImplementedError: `concrete=True`.
         PlanError: at a call, where `plan` is for another function.
     """
-    searched: dict[str, Any] = {"budget": budget, "target": target, "solver": solver, "plan": plan}
+    searched: dict[str, Any] = {"budget": budget, "target": target, "solver": solver, "plan": plan, "offload": offload}
     check_as_jax(concrete, prevent_cse)
     check_policy(policy, **searched)
     settings = check_settings(**searched, keep_user_checkpoints=keep_user_names)
     statics = _given_statics(static_argnums, static_argnames)
     if fun is _NOT_GIVEN:
-        others = {"policy": policy, "prevent_cse": prevent_cse, "keep_user_names": keep_user_names}
-        return functools.partial(checkpoint, **searched, **others, **statics)
+        searched |= {"policy": policy, "prevent_cse": prevent_cse, "keep_user_names": keep_user_names}
+        return functools.partial(checkpoint, **searched, **statics)
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else tuple(prevent_cse)
 
     def make(found: compat.JitDescription) -> Callable:
@@ -161,55 +163,27 @@ def policy(
     )
     statics = _given_statics(static_argnums, static_argnames)
     checkpointed = resolve(fun, statics, lambda found: _Checkpointed(found, settings), "policy")
-    differentiated = ask(checkpointed, lambda inner, args, kwargs: inner.differentiated(args, kwargs), args, kwargs)
+    differentiated = ask(checkpointed, lambda inner, args, kwargs: inner.differentiated(args, kwargs)[0], args, kwargs)
     names = choose_names(differentiated, settings.budget)
     return NamesPolicy(names, jax.checkpoint_policies.save_only_these_names(*names))
-
-
-class _Outcome(NamedTuple):
-    """What to do with a program. It holds numbers only, nothing of a trace that may be over.
-
-    Attributes:
-        layout: the segments that are written, where there are several.
-        is_one_region: without a layout: whether all of it stands under one `jax.checkpoint`, or runs as it is.
-    """
-
-    layout: Layout | None
-    is_one_region: bool
-
-
-_ONE_REGION = _Outcome(None, is_one_region=True)
-
-
-class _Outcomes:
-    """What was decided, by program and settings; shared, since libraries wrap a function anew at each trace."""
-
-    def __init__(self):
-        self.found: collections.OrderedDict[Any, tuple[_Outcome, Plan | None]] = collections.OrderedDict()
-        self.lock = threading.RLock()
-
-    def get(self, key: Any, decide: Callable[[], _Outcome], plan: Plan | None) -> _Outcome:
-        """The outcome for a key. The plan is held, so that its id, which is part of the key, stays its own."""
-        with self.lock:
-            if key not in self.found:
-                self.found[key] = decide(), plan
-                if len(self.found) > _MOST_CACHED:
-                    self.found.popitem(last=False)
-            self.found.move_to_end(key)
-            return self.found[key][0]
-
-
-_OUTCOMES = _Outcomes()
 
 
 class _Checkpointed:
     """A function under `checkpoint`, with what was decided for its programs."""
 
-    def __init__(self, found: compat.JitDescription, settings: Settings, prevent_cse: bool | tuple[Any, ...] = True):
+    def __init__(
+        self,
+        found: compat.JitDescription,
+        settings: Settings,
+        prevent_cse: bool | tuple[Any, ...] = True,
+        carried: tuple[int, ...] | None = None,
+    ):
+        """Of a loop's body, `carried` are the positions of what the loop hands from step to step."""
         self.found = found
         self.fun = found.fun
         self.settings = settings
         self.prevent_cse = prevent_cse
+        self.carried = carried
         self.static = statics_of(found)
         self.delegate: AdaptedFunction | None = None
 
@@ -236,16 +210,14 @@ class _Checkpointed:
         prevent_cse = self.prevent_cse_of(len(captured.closed_over), dynamic, rest)
         outcome = self.outcome(captured)
         # The function itself is not run again: it may update what it closes over.
-        as_it_is = functools.partial(_as_it_is, captured.program)
+        program = self.in_form(captured.program, outcome.loops)
+        as_it_is = functools.partial(_as_it_is, program)
         if outcome.layout is not None:
             _warn_of_remat3()
-            results = write_segments(captured.program, outcome.layout, leaves, prevent_cse)
+            results = write_segments(program, outcome.layout, leaves, prevent_cse)
         elif outcome.is_one_region:
             results = jax.checkpoint(as_it_is, prevent_cse=prevent_cse)(*leaves)
-            results = [
-                array_of(x, captured.program.aval_of(out))
-                for x, out in zip(results, captured.program.outputs, strict=True)
-            ]
+            results = [array_of(x, program.aval_of(out)) for x, out in zip(results, program.outputs, strict=True)]
         else:
             results = as_it_is(*leaves)
         return jax.tree.unflatten(traced.out_tree, results)
@@ -288,53 +260,87 @@ class _Checkpointed:
             raise
         return traced, capture_traced(traced, keep_checkpoints=keep, keep_rules=True, keep_names=keep)
 
-    def outcome(self, captured: Captured) -> _Outcome:
+    def outcome(self, captured: Captured) -> Outcome:
         if captured.program.has_references:
-            return _ONE_REGION  # jax.checkpoint knows what to do, and what to say
+            return ONE_REGION  # jax.checkpoint knows what to do, and what to say
         settings = self.settings
-        target = resolve_target(settings.target)
+        target = self.checked_target()
         asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
-        return _OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
+        asked = (*asked, settings.offload, self.carried)
+        return OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
 
-    def decide(self, captured: Captured) -> _Outcome:
+    def checked_target(self) -> Target:
+        target = resolve_target(self.settings.target)
+        check_offload(self.settings.offload, target, in_loops=True)
+        if self.settings.offload and target.host_bandwidth is None:
+            self.warn("nothing goes to the host: the memory of a CPU is the host's")
+        return target
+
+    def decide(self, captured: Captured) -> Outcome:
         try:
-            differentiated = self.differentiate(captured)
+            forms = self.forms(captured.program)
         except Exception as error:
             # Where JAX fails, too, it says so to whom it concerns: when somebody asks for the derivative.
             if jax_differentiates(captured):
-                self.warn_of_failure(error)
-            return _ONE_REGION
-        if differentiated is None:
-            return _ONE_REGION
-        decision = decide_checkpoint(differentiated, self.settings)
-        return _Outcome(decision.layout, decision.is_one_region)
+                self.warn(
+                    f"reading its derivative failed: {type(error).__name__}: {error}; it stands under one "
+                    "jax.checkpoint. JAX differentiates it, so that this is a fault of remat_opt"
+                )
+            return ONE_REGION
+        if not forms:
+            return ONE_REGION
+        decision = choose_form(forms, self.settings)
+        return Outcome(decision.layout, decision.is_one_region, decision.differentiated.loops)
 
-    def warn_of_failure(self, error: Exception) -> None:
+    def forms(self, program: Program) -> list[Differentiated]:
+        """The function with its backward pass, with its loops in their forms; none where it has no derivative."""
+        target = self.checked_target()
+        moves = self.settings.offload and target.host_bandwidth is not None
+        forms, carried = [Loops.AS_GIVEN], self.carried
+        if has_loops(program):
+            # What a loop inside another one keeps is there for one step of that one.
+            forms += [Loops.RECOMPUTED, *([Loops.ON_HOST] if moves and carried is None else [])]
+        elif moves and carried is None:
+            carried = handed_on(program)
+        found = []
+        for loops in forms:
+            written = self.in_form(program, loops)
+            form = differentiate(written, target, keep_checkpoints=self.settings.keep_user_checkpoints)
+            if form is None:
+                return []
+            given = found[0] if found else None
+            found.append(dataclasses.replace(form, loops=loops, carried=carried, given=given))
+        return found
+
+    def in_form(self, program: Program, loops: Loops) -> Program:
+        """A program whose loops' bodies stand under `checkpoint`, too."""
+        if loops is Loops.AS_GIVEN:
+            return program
+        settings = settings_of_bodies(self.settings, offload=loops is Loops.ON_HOST)
+        prevent_cse = self.prevent_cse if isinstance(self.prevent_cse, bool) else True
+
+        def body(step: Callable, carried: tuple[int, ...]) -> _Checkpointed:
+            return _Checkpointed(compat.JitDescription(step, {}, is_plain=True), settings, prevent_cse, carried)
+
+        return with_bodies(program, body)
+
+    def warn(self, message: str) -> None:
         name = getattr(self.fun, "__qualname__", None) or repr(self.fun)
-        warnings.warn(
-            f"remat_opt: {name}: reading its derivative failed: {type(error).__name__}: {error}; it stands under one "
-            "jax.checkpoint. JAX differentiates it, so that this is a fault of remat_opt",
-            RematWarning,
-            stacklevel=callers_level(),
-        )
+        warnings.warn(f"remat_opt: {name}: {message}", RematWarning, stacklevel=callers_level())
 
-    def differentiate(self, captured: Captured) -> Differentiated | None:
-        target = resolve_target(self.settings.target)
-        return differentiate(captured.program, target, keep_checkpoints=self.settings.keep_user_checkpoints)
-
-    def differentiated(self, args: tuple, kwargs: dict) -> Differentiated:
-        """The function with its backward pass, for those who ask about it."""
+    def differentiated(self, args: tuple, kwargs: dict) -> list[Differentiated]:
+        """The function with its backward pass in all its forms, for those who ask about it."""
         jitted, dynamic, rest = self.static.split(args, kwargs)
         _, captured = self.capture(jitted, dynamic, rest)
-        found = None if captured.program.has_references else self.differentiate(captured)
-        if found is None:
+        found = [] if captured.program.has_references else self.forms(captured.program)
+        if not found:
             raise ValueError(
                 "expected a function with a derivative: floating point arguments and results, and no mutable references"
             )
         return found
 
     def decision(self, args: tuple, kwargs: dict) -> CheckpointDecision:
-        return decide_checkpoint(self.differentiated(args, kwargs), self.settings)
+        return choose_form(self.differentiated(args, kwargs), self.settings)
 
 
 def _as_it_is(program: Program, *leaves: Any) -> list[Any]:

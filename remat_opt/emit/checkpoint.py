@@ -50,11 +50,14 @@ class Layout:
         segments: in the order in which they run forward. Together they hold all equations but those on demand.
         on_demand: for each value that is made afresh wherever it is read the equation that makes it.
         names: the `checkpoint_name` of each value that may be kept, inside a segment or between two.
+        on_host: the `checkpoint_name` of each argument that lies in the host's memory until the backward pass; then all
+            segments stand in one region.
     """
 
     segments: tuple[Segment, ...]
     on_demand: dict[int, int]
     names: dict[int, str]
+    on_host: dict[int, str] = dataclasses.field(default_factory=dict)
 
 
 def is_repeatable(equation: Equation) -> bool:
@@ -112,6 +115,23 @@ class _Writer:
             self.readers.setdefault(value, set()).add(reader)
 
     def run(self, arguments: Sequence[Any]) -> list[Any]:
+        if not self.layout.on_host:
+            return self.run_all(arguments)
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=sorted(self.layout.on_host.values()),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
+        return jax.checkpoint(self.run_from_host, policy=policy, prevent_cse=self.prevent_cse)(*arguments)
+
+    def run_from_host(self, *arguments: Any) -> list[Any]:
+        """The names stand inside the region: what enters it is kept on the device."""
+        named = zip(self.program.inputs, arguments, strict=True)
+        on_host = self.layout.on_host
+        return self.run_all([checkpoint_name(x, on_host[value]) if value in on_host else x for value, x in named])
+
+    def run_all(self, arguments: Sequence[Any]) -> list[Any]:
         environment = dict(zip(self.program.inputs, arguments, strict=True))
         environment.update(self.program.constants)
         self.run_segments(self.layout.segments, frozenset(), environment)

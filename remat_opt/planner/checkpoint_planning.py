@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 
 from remat_opt.emit.checkpoint import Layout, is_repeatable
 from remat_opt.graph.derive import Choice
 from remat_opt.planner.budget import Budget, parse_budget
 from remat_opt.planner.candidates import Candidate
 from remat_opt.planner.decision import Decision
+from remat_opt.planner.plan import PlanError
 from remat_opt.planner.planning import decide, decision_of
 from remat_opt.planner.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
 from remat_opt.planner.settings import Settings
 from remat_opt.search import SOLVERS, Solution, Solver
+from remat_opt.trace.avals import bytes_of, is_inexact
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
 NESTING_THRESHOLD = 0.7  # a layer is divided inside where that lowers its peak to this part
@@ -30,6 +33,8 @@ _ENCLOSED = "and all of it again as a whole: between forward and backward pass o
 _FEW_NAMES = 5
 _OF_STRETCHES = ("hong", "rotor")
 _MORE_MEMORY = (1.1, 1.2, 1.35)
+_PAGE = 4096  # bytes; less is not worth a copy, and small copies fail on TPUs (jax issue 24115)
+_LOWER = 0.9
 _SEARCHES = 6  # to find the least time whose residuals fit a budget
 
 
@@ -48,6 +53,19 @@ class CheckpointDecision:
     layout: Layout | None
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of the device that are kept between forward and backward pass; arguments and results not counted."""
+        if self.layout is not None:
+            return 0 if self.layout.on_host else kept_bytes(self.differentiated, self.layout)
+        return 0 if self.is_one_region else self.differentiated.residual_bytes
+
+    @property
+    def fits(self) -> bool:
+        """Whether that is within the budget, where there is one."""
+        budget = parse_budget(self.decision.plan.budget)
+        return budget.has_limit and self.kept_bytes <= residual_limit(self.differentiated, budget)
+
+    @property
     def is_one_region(self) -> bool:
         """Whether a function without segments stands under one `jax.checkpoint`, or runs as it is.
 
@@ -57,6 +75,49 @@ class CheckpointDecision:
         if self.layout is not None or parse_budget(self.decision.plan.budget).has_limit:
             return False
         return not is_loss(self.differentiated) and all(map(is_repeatable, self.differentiated.program.equations))
+
+
+def choose_form(forms: Iterable[Differentiated], settings: Settings) -> CheckpointDecision:
+    """Search segments for a function in its forms, the fastest first.
+
+    Within a budget it is the first that fits, else the one that keeps least; without a budget a form has to lower the
+    peak of the one before it by a tenth, as it takes more time.
+
+    Raises:
+        PlanError: the plan in the settings is for another function.
+    """
+    found: list[CheckpointDecision] = []
+    refused: list[PlanError] = []
+    for form in forms:
+        try:
+            found.append(decide_checkpoint(form, settings))
+        except PlanError as error:
+            refused.append(error)
+            continue
+        if settings.plan is not None or found[-1].fits:
+            return _noted(found[-1])
+    if not found:
+        raise refused[0]
+    best = found[0]
+    for other in found[1:]:
+        if settings.budget.has_limit:
+            is_better = other.kept_bytes < best.kept_bytes
+        else:
+            is_better = other.decision.solution.peak < _LOWER * best.decision.solution.peak
+        best = other if is_better else best
+    return _noted(best)
+
+
+def _noted(found: CheckpointDecision) -> CheckpointDecision:
+    """A decision whose plan says what became of the loops."""
+    note = "; ".join(filter(None, (found.differentiated.loops.value, found.decision.plan.note)))
+    return dataclasses.replace(found, decision=found.decision.with_plan(note=note)) if note else found
+
+
+def settings_of_bodies(settings: Settings, *, offload: bool) -> Settings:
+    """What is asked of a loop's body: the least memory, as the steps before it are kept, too."""
+    asked = "min" if settings.budget.at_any_cost else None
+    return dataclasses.replace(settings, budget=parse_budget(asked), asked_budget=asked, plan=None, offload=offload)
 
 
 def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> CheckpointDecision:
@@ -79,7 +140,8 @@ def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> Che
     layout, note = _layout(differentiated, decision.solution, budget)
     if note:
         decision = decision.with_plan(note=note)
-    return CheckpointDecision(differentiated, decision, layout)
+    found = CheckpointDecision(differentiated, decision, layout)
+    return _from_host(found) if settings.offload and not found.fits else found
 
 
 def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) -> tuple[Layout | None, str]:
@@ -100,15 +162,29 @@ def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) 
     return enclose(layout, program), _ENCLOSED
 
 
+def _from_host(found: CheckpointDecision) -> CheckpointDecision:
+    """The same for a loop's body of which the host keeps what the loop carries."""
+    differentiated, program = found.differentiated, found.differentiated.program
+    carried = [program.inputs[position] for position in differentiated.carried or ()]
+    large = [value for value in carried if is_inexact(program.avals[value]) and bytes_of(program.avals[value]) >= _PAGE]
+    if not large or not all(map(is_repeatable, program.equations)):
+        return found
+    layout = layout_of(differentiated, found.decision.solution)
+    on_host = {value: f"carry_{number}" for number, value in enumerate(large)}
+    return dataclasses.replace(found, layout=dataclasses.replace(layout, on_host=on_host))
+
+
 def is_loss(differentiated: Differentiated) -> bool:
     """Whether a function's backward pass follows its forward at once, as far as the sizes of its results tell."""
+    if differentiated.carried is not None:
+        return False
     return differentiated.result_bytes <= LOSS_SHARE * differentiated.residual_bytes
 
 
 def residual_limit(differentiated: Differentiated, budget: Budget) -> int:
     """A budget in bytes of residuals."""
     if budget.fraction is not None:
-        return int(budget.fraction * differentiated.residual_bytes)
+        return int(budget.fraction * (differentiated.given or differentiated).residual_bytes)
     assert budget.physical_bytes is not None
     return budget.physical_bytes
 

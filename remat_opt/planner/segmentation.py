@@ -7,6 +7,7 @@ as inputs. Names map the values of the function to those of the joint program. T
 from __future__ import annotations
 
 import dataclasses
+import enum
 import functools
 import itertools
 from collections.abc import Callable, Sequence
@@ -27,6 +28,14 @@ from remat_opt.trace.names import name_values
 _TIE = "remat_opt.value."  # names with it never leave this module
 
 
+class Loops(enum.Enum):
+    """What becomes of the loops in a function, the fastest first."""
+
+    AS_GIVEN = ""
+    RECOMPUTED = "each step of its loops is computed again in the backward pass"
+    ON_HOST = "each step of its loops is computed again from what it starts from, which lies in the host's memory"
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Differentiated:
     """A function's program with the program of its forward and backward pass together.
@@ -36,12 +45,19 @@ class Differentiated:
         prepared: forward and backward as one program, with its graph.
         joint_value: for values of the function the value of the joint program that is the same.
         cotangents: the joint program's inputs that are cotangents.
+        carried: of a loop's body, which runs many times before its backward pass begins, the inputs that the loop
+            hands from step to step; None for other functions.
+        loops: what became of the loops in it.
+        given: the same function with its loops as they were given; None where it is that.
     """
 
     program: Program
     prepared: Prepared
     joint_value: dict[int, int]
     cotangents: frozenset[int]
+    carried: tuple[int, ...] | None = None
+    loops: Loops = Loops.AS_GIVEN
+    given: Differentiated | None = None
 
     @property
     def problem(self) -> Problem:

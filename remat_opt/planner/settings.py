@@ -11,6 +11,7 @@ from remat_opt.planner.budget import Budget, parse_budget, plain_budget
 from remat_opt.planner.plan import Plan
 from remat_opt.search import SOLVERS
 from remat_opt.targets import Target, resolve_target
+from remat_opt.trace.supported import miscompiles_offloaded_loops
 
 TUNE_SECONDS = 60.0  # of tune=True
 
@@ -79,15 +80,17 @@ def check_settings(
     )
 
 
-def check_offload(offload: bool, target: Target | None) -> bool:
+def check_offload(offload: bool, target: Target | None, *, in_loops: bool = False) -> bool:
     """What a user wrote.
 
     Args:
         offload: whether values may go to the host's memory.
         target: the device; None where it is not known yet.
+        in_loops: whether there are loops.
 
     Raises:
-        ValueError: there is no bandwidth to move them at. (On a CPU nothing can move, and a warning says so.)
+        ValueError: there is no bandwidth to move them at (on a CPU nothing can move, and a warning says so), or the
+            compiler fails at it.
     """
     if not isinstance(offload, bool):
         raise ValueError(f"expected offload=True or offload=False, got offload={offload!r}")
@@ -96,6 +99,11 @@ def check_offload(offload: bool, target: Target | None) -> bool:
             f"expected a target with a host_bandwidth for offload=True, {target.name} has none. Write "
             f"target=dataclasses.replace(remat_opt.targets.resolve_target({target.name!r}), host_bandwidth=25e9) with "
             "what its host reaches, in bytes per second each way"
+        )
+    if offload and in_loops and target is not None and miscompiles_offloaded_loops(target.platform):
+        raise ValueError(
+            "expected jaxlib 0.11.1 or newer for offload=True in a step with lax.scan, got jaxlib 0.11.0, whose GPU "
+            "compiler computes wrong gradients there (openxla/xla issue 46231). Write offload=False"
         )
     return offload
 

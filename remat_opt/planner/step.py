@@ -6,8 +6,6 @@ import dataclasses
 import functools
 from typing import Any
 
-from jax.extend.core import primitives as P
-
 from remat_opt.planner.collectives import note_explicit_collectives, number_of_devices, without_repeats
 from remat_opt.planner.decision import Decision, Measure, Planner
 from remat_opt.planner.plan_files import saved_or_new
@@ -15,9 +13,8 @@ from remat_opt.planner.planning import Tune, decide
 from remat_opt.planner.prepared import Prepared, prepare
 from remat_opt.planner.settings import Settings, check_offload
 from remat_opt.rewrites.captured import capture_traced
+from remat_opt.rewrites.loop_bodies import has_loops
 from remat_opt.targets import resolve_target
-from remat_opt.trace.inline import Program
-from remat_opt.trace.supported import miscompiles_offloaded_loops
 
 
 def read_step(traced: Any, settings: Settings, options: dict[str, Any], arguments: Any) -> Prepared:
@@ -30,13 +27,8 @@ def read_step(traced: Any, settings: Settings, options: dict[str, Any], argument
         arguments: a tree of the call's arrays or `jax.ShapeDtypeStruct`s, which say whether the step is divided.
     """
     target = resolve_target(settings.target)
-    check_offload(settings.offload, target)
     captured = capture_traced(traced, platform=target.platform, keep_checkpoints=settings.keep_user_checkpoints)
-    if settings.offload and miscompiles_offloaded_loops(target.platform) and has_loops(captured.program):
-        raise ValueError(
-            "expected jaxlib 0.11.1 or newer for offload=True in a step with lax.scan, got jaxlib 0.11.0, whose GPU "
-            "compiler computes wrong gradients there (openxla/xla issue 46231). Write offload=False"
-        )
+    check_offload(settings.offload, target, in_loops=has_loops(captured.program))
     marks = "" if number_of_devices(captured.program, arguments, options) > 1 else None
     if settings.offload and marks is not None:
         raise ValueError(
@@ -46,11 +38,6 @@ def read_step(traced: Any, settings: Settings, options: dict[str, Any], argument
     program = dataclasses.replace(captured.program, marks=marks, repeats_collectives=settings.repeat_collectives)
     prepared = prepare(dataclasses.replace(captured, program=program), target)
     return dataclasses.replace(prepared, offloads=settings.offload)
-
-
-def has_loops(program: Program) -> bool:
-    """Whether there is a `lax.scan` among a program's equations."""
-    return any(equation.primitive is P.scan_p for equation in program.equations)
 
 
 def decide_step(
