@@ -54,10 +54,7 @@ def checkpoint(
     keep_user_names: bool = False,
     offload: bool = False,
 ) -> Any:
-    """`jax.checkpoint` that finds its own policy.
-
-    The function is divided into segments under the public `jax.checkpoint`, so that every transform of JAX applies to
-    the result. Use `remat_opt.optimize` where you own the whole training step. See docs/checkpoint.md.
+    """`jax.checkpoint` that finds its own policy: docs/checkpoint.md. Where you own the step, use `optimize`.
 
     Args:
         fun: as for `jax.checkpoint`, or what `remat_opt.optimize` takes. Without it, a decorator with these options.
@@ -70,8 +67,8 @@ def checkpoint(
         policy: as for `jax.checkpoint`, whose result is then returned: nothing is searched, and there is no plan.
         prevent_cse: as for `jax.checkpoint`; a sequence says it for each argument, or each part of one.
         concrete: has to be False, as for `jax.checkpoint`.
-        static_argnums: positions of arguments that are not arrays and decide what is traced; they need not be hashable.
-        static_argnames: the same for arguments given by name.
+        static_argnums: positions of arguments that decide what is traced; they need not be hashable.
+        static_argnames: the same by name.
         keep_user_names: respect `jax.checkpoint` and `checkpoint_name` inside the function; by default, both go.
         offload: what each step of a `lax.scan` starts from may lie in the host's memory until the backward pass: of
             loops in the function, or of the function itself as the body of one.
@@ -81,7 +78,7 @@ def checkpoint(
 
     Raises:
         TypeError: `fun` or `policy` is no function, or `prevent_cse` neither a bool nor a sequence.
-        ValueError: a budget, solver or target that does not exist, or one beside a policy; `.plan` with a policy.
+        ValueError: an option that does not exist, or one of the search beside a policy; `.plan` with a policy.
         NotImplementedError: `concrete=True`.
         PlanError: at a call, where `plan` is for another function.
     """
@@ -91,8 +88,8 @@ def checkpoint(
     settings = check_settings(**searched, keep_user_checkpoints=keep_user_names)
     statics = _given_statics(static_argnums, static_argnames)
     if fun is _NOT_GIVEN:
-        searched |= {"policy": policy, "prevent_cse": prevent_cse, "keep_user_names": keep_user_names}
-        return functools.partial(checkpoint, **searched, **statics)
+        searched |= {"policy": policy, "prevent_cse": prevent_cse, "keep_user_names": keep_user_names, **statics}
+        return functools.partial(checkpoint, **searched)
     prevent_cse = prevent_cse if isinstance(prevent_cse, bool) else tuple(prevent_cse)
 
     def make(found: compat.JitDescription) -> Callable:
