@@ -42,6 +42,7 @@ def remat(
     plan: Plan | None = None,
     static_argnames: str | Sequence[str] = (),
     keep_user_names: bool = False,
+    offload: bool = False,
 ) -> Any:
     """A module that recomputes what its backward pass needs, in place of `flax.linen.remat`; it finds the policy.
 
@@ -63,6 +64,7 @@ def remat(
         plan: a plan of the same call.
         static_argnames: the same as `static_argnums` for arguments given by name.
         keep_user_names: respect `nn.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
+        offload: as for `remat_opt.checkpoint`.
 
     Raises:
         ValueError: what `remat_opt.checkpoint` refuses.
@@ -80,6 +82,7 @@ def remat(
         "plan": plan,
         "static_argnames": static_argnames,
         "keep_user_names": keep_user_names,
+        "offload": offload,
     }
     if isinstance(methods, Mapping):
         methods = {name: {"how": _for_lifting({**options, **given})} for name, given in methods.items()}

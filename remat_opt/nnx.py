@@ -42,6 +42,7 @@ def remat(
     plan: Plan | None = None,
     static_argnames: str | Sequence[str] = (),
     keep_user_names: bool = False,
+    offload: bool = False,
 ) -> Any:
     """A function of nnx modules that recomputes what its backward pass needs, in place of `flax.nnx.remat`.
 
@@ -61,11 +62,12 @@ def remat(
         plan: a plan of the same call.
         static_argnames: the same as `static_argnums` for arguments given by name.
         keep_user_names: respect `nnx.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
+        offload: as for `remat_opt.checkpoint`.
 
     Raises:
         ValueError: `static_argnames` beside a policy, or what `remat_opt.checkpoint` refuses.
     """
-    options: dict[str, Any] = {"budget": budget, "target": target, "solver": solver, "plan": plan}
+    options: dict[str, Any] = {"budget": budget, "target": target, "solver": solver, "plan": plan, "offload": offload}
     if policy is not None:
         check_policy(policy, **options)
         if static_argnames:

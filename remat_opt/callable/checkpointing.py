@@ -319,7 +319,7 @@ class _Checkpointed:
         def body(step: Callable, carried: tuple[int, ...]) -> _Checkpointed:
             return _Checkpointed(compat.JitDescription(step, {}, is_plain=True), settings, prevent_cse, carried)
 
-        return with_bodies(program, body)
+        return with_bodies(program, body, keep_checkpoints=self.settings.keep_user_checkpoints)
 
     def warn(self, message: str) -> None:
         name = getattr(self.fun, "__qualname__", None) or repr(self.fun)

@@ -110,8 +110,10 @@ def choose_form(forms: Iterable[Differentiated], settings: Settings) -> Checkpoi
 
 def _noted(found: CheckpointDecision) -> CheckpointDecision:
     """A decision whose plan says what became of the loops."""
-    note = "; ".join(filter(None, (found.differentiated.loops.value, found.decision.plan.note)))
-    return dataclasses.replace(found, decision=found.decision.with_plan(note=note)) if note else found
+    said, note = found.differentiated.loops.value, found.decision.plan.note
+    if said in note:  # as in a plan that the user gave
+        return found
+    return dataclasses.replace(found, decision=found.decision.with_plan(note="; ".join(filter(None, (said, note)))))
 
 
 def settings_of_bodies(settings: Settings, *, offload: bool) -> Settings:

@@ -18,15 +18,24 @@ def has_loops(program: Program) -> bool:
     return any(equation.primitive is primitives.scan_p for equation in program.equations)
 
 
-def with_bodies(program: Program, wrap: Callable[[Callable, tuple[int, ...]], Callable]) -> Program:
+def with_bodies(
+    program: Program, wrap: Callable[[Callable, tuple[int, ...]], Callable], *, keep_checkpoints: bool
+) -> Program:
     """A program whose loops have other bodies.
 
     Args:
         program: a function before differentiation.
         wrap: gives the new body, of a flat function and of the positions of what its loop carries.
+        keep_checkpoints: whether loops in which the user has placed a `jax.checkpoint` stay as they are.
     """
-    equations = (_with_body(one, wrap) if one.primitive is primitives.scan_p else one for one in program.equations)
-    return dataclasses.replace(program, equations=tuple(equations))
+
+    def written(equation: Equation) -> Equation:
+        inside = compat.equations_in(equation.params) if keep_checkpoints else ()
+        if equation.primitive is not primitives.scan_p or any(one.primitive is compat.remat_p for one in inside):
+            return equation
+        return _with_body(equation, wrap)
+
+    return dataclasses.replace(program, equations=tuple(map(written, program.equations)))
 
 
 def _with_body(loop: Equation, wrap: Callable[[Callable, tuple[int, ...]], Callable]) -> Equation:
