@@ -10,20 +10,26 @@ into the pages. Nothing runs on a device that is not there.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.pages import megabytes
 from benchmarks.results_file import RESULTS, load, save
+from benchmarks.tables import Row
 
 FILE = RESULTS / "page_figures.json"
 ROOT = Path(__file__).resolve().parent.parent
 REMAT_NETWORKS = {"resnet50": 64, "densenet121": 32}
 """Networks with their batch, for `linen.remat`."""
+
+LOOP_NETWORKS = ("gpt_scan", "vit_b16_scan", "lstm_scan")
+"""Networks whose layers or time steps are a scan, for `checkpoint` round the loss."""
 
 MESH_STEPS = {
     "data": "batch over 8",
@@ -50,6 +56,31 @@ def linen_remat() -> dict[str, Any]:
         for network, batch in REMAT_NETWORKS.items()
     }
     return {"temp_bytes": sizes, "jax": jax.__version__}
+
+
+def checkpoint_loops() -> dict[str, Any]:
+    """Bytes on an H200 and on its host where `remat_opt.checkpoint` stands round the loss, by network."""
+    import jax
+
+    import remat_opt
+    from benchmarks.variants import compile_step, example_of
+
+    differentiate = jax.value_and_grad
+
+    def compiled(network: str, form: str, wrap: Callable = lambda loss: loss) -> list[int]:
+        example = example_of(Row(network), form)
+        with mock.patch("jax.value_and_grad", lambda loss, **options: differentiate(wrap(loss), **options)):
+            step = jax.jit(example.train_step, donate_argnums=example.donate_argnums)
+            figures = compile_step(step, example, "h200", is_plain=True)
+        return [figures.temp_bytes, figures.host_temp_bytes]
+
+    def rows(network: str) -> list[list[int]]:
+        ours = functools.partial(remat_opt.checkpoint, target="h200")
+        moving = functools.partial(ours, offload=True)
+        by_jax = (compiled(network, form) for form in ("plain", "nn.remat"))
+        return [*by_jax, *(compiled(network, "plain", wrap) for wrap in (ours, moving))]
+
+    return {"rows": {network: rows(network) for network in LOOP_NETWORKS}, "jax": jax.__version__}
 
 
 def split_devices() -> dict[str, Any]:
@@ -85,6 +116,23 @@ def linen_remat_table() -> str:
     )
 
 
+def checkpoint_loops_table() -> str:
+    """For docs/checkpoint.md."""
+    found = load(FILE)["checkpoint_loops"]
+    return "\n".join(
+        [
+            "| network | plain | `nn.remat` round the body | `checkpoint` | with `offload=True` | on the host |",
+            "|---" + "|---:" * 5 + "|",
+            *(
+                f"| {network} | {' | '.join(megabytes(size) for size, _ in row)} | {megabytes(row[-1][1])} |"
+                for network, row in found["rows"].items()
+            ),
+            "",
+            f"Temporary memory in MB for an H200 (jax {found['jax']}) where `checkpoint` stands round the loss.",
+        ]
+    )
+
+
 def split_devices_table() -> str:
     """For docs/split.md."""
     found = load(FILE)["split_devices"]
@@ -106,6 +154,7 @@ def split_devices_table() -> str:
 
 FIGURES: dict[str, Callable[[], dict[str, Any]]] = {
     "linen_remat": linen_remat,
+    "checkpoint_loops": checkpoint_loops,
     "split_devices": split_devices,
 }
 

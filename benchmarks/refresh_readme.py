@@ -42,6 +42,7 @@ REGIONS: dict[str, tuple[Path, ...]] = {
     "explain": (DOCS / "results" / "demo.md",),
     "sharded": (DOCS / "how-to" / "sharded.md",),
     "linen_remat": (DOCS / "checkpoint.md",),
+    "checkpoint_loops": (DOCS / "checkpoint.md",),
     "split_devices": (DOCS / "split.md",),
     **dict.fromkeys(("results", "loops", "split", "gpu"), (DOCS / "results" / "index.md",)),
 }
@@ -326,6 +327,7 @@ FROM_RESULTS: dict[str, Callable[[], str]] = {
     "split": split_table,
     "gpu": gpu_table,
     "linen_remat": page_figures.linen_remat_table,
+    "checkpoint_loops": page_figures.checkpoint_loops_table,
     "split_devices": page_figures.split_devices_table,
 }
 """The tables that are made from the kept results, by their name."""

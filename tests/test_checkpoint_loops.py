@@ -45,6 +45,21 @@ def in_a_loop(ws: jax.Array, x: jax.Array) -> jax.Array:
     return over_layers(rows)(ws, x)
 
 
+def stacked(ws: jax.Array, x: jax.Array) -> jax.Array:
+    """Each step is worth dividing, and carries what its parts hand to each other."""
+
+    def step(states, w):
+        above, found = x, []
+        for state in states:
+            for _ in range(2):
+                wide = jnp.tanh(jnp.concatenate([state + above] * 4)).reshape(4, *x.shape)
+                above, _ = layer(wide.sum(0), w)
+            found.append(above)
+        return tuple(found), None
+
+    return sum((state**2).mean() for state in jax.lax.scan(step, (x, 2 * x, 3 * x), ws)[0])
+
+
 def with_a_branch(ws: jax.Array, x: jax.Array) -> jax.Array:
     def either(x, w):
         return jax.lax.cond(w[0, 0] > 0, lambda: layer(x, w)[0], lambda: jnp.cos(x)), None
@@ -64,6 +79,7 @@ FUNCTIONS = {
     "layers": over_layers(layer),
     "layers written out in pairs": over_layers(layer, unroll=2),
     "recurrent": lambda ws, x: recurrent(ws[0], jnp.stack([x, 2 * x, x])),
+    "stacked": stacked,
     "a loop in a loop": in_a_loop,
     "a branch": with_a_branch,
     "a print": with_a_print,
@@ -109,7 +125,9 @@ def test_transforms(transform: str, options: dict[str, Any]) -> None:
 
 
 @pytest.mark.short
-@pytest.mark.parametrize("name", ["layers", "recurrent", "a loop in a loop", "a branch", "a layer, not a loss"])
+@pytest.mark.parametrize(
+    "name", ["layers", "recurrent", "stacked", "a loop in a loop", "a branch", "a layer, not a loss"]
+)
 def test_no_more_is_kept_than_each_step_starts_from(name: str) -> None:
     fun = FUNCTIONS[name]
     scan = jax.lax.scan

@@ -30,7 +30,7 @@ from remat_opt.planner.segmentation import Differentiated, Loops, differentiate,
 from remat_opt.planner.settings import Settings, check_offload, check_settings
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.rewrites.captured import Captured, capture_traced
-from remat_opt.rewrites.loop_bodies import handed_on, has_loops, with_bodies
+from remat_opt.rewrites.loop_bodies import Body, as_body, has_loops, with_bodies
 from remat_opt.targets import Target, resolve_target
 from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
@@ -173,14 +173,14 @@ class _Checkpointed:
         found: compat.JitDescription,
         settings: Settings,
         prevent_cse: bool | tuple[Any, ...] = True,
-        carried: tuple[int, ...] | None = None,
+        body: Body | None = None,
     ):
-        """Of a loop's body, `carried` are the positions of what the loop hands from step to step."""
+        """`body` says what is known of a loop's body; it is None for other functions."""
         self.found = found
         self.fun = found.fun
         self.settings = settings
         self.prevent_cse = prevent_cse
-        self.carried = carried
+        self.body = body
         self.static = statics_of(found)
         self.delegate: AdaptedFunction | None = None
 
@@ -263,7 +263,7 @@ class _Checkpointed:
         settings = self.settings
         target = self.checked_target()
         asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
-        asked = (*asked, settings.offload, self.carried)
+        asked = (*asked, settings.offload, self.body)
         return OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
 
     def checked_target(self) -> Target:
@@ -293,12 +293,12 @@ class _Checkpointed:
         """The function with its backward pass, with its loops in their forms; none where it has no derivative."""
         target = self.checked_target()
         moves = self.settings.offload and target.host_bandwidth is not None
-        forms, carried = [Loops.AS_GIVEN], self.carried
+        forms, body = [Loops.AS_GIVEN], self.body
         if has_loops(program):
             # What a loop inside another one keeps is there for one step of that one.
-            forms += [Loops.RECOMPUTED, *([Loops.ON_HOST] if moves and carried is None else [])]
-        elif moves and carried is None:
-            carried = handed_on(program)
+            forms += [Loops.RECOMPUTED, *([Loops.ON_HOST] if moves and body is None else [])]
+        elif moves and body is None:
+            body = as_body(program)
         found = []
         for loops in forms:
             written = self.in_form(program, loops)
@@ -306,7 +306,7 @@ class _Checkpointed:
             if form is None:
                 return []
             given = found[0] if found else None
-            found.append(dataclasses.replace(form, loops=loops, carried=carried, given=given))
+            found.append(dataclasses.replace(form, loops=loops, body=body, given=given))
         return found
 
     def in_form(self, program: Program, loops: Loops) -> Program:
@@ -316,10 +316,10 @@ class _Checkpointed:
         settings = settings_of_bodies(self.settings, offload=loops is Loops.ON_HOST)
         prevent_cse = self.prevent_cse if isinstance(self.prevent_cse, bool) else True
 
-        def body(step: Callable, carried: tuple[int, ...]) -> _Checkpointed:
-            return _Checkpointed(compat.JitDescription(step, {}, is_plain=True), settings, prevent_cse, carried)
+        def under_checkpoint(step: Callable, body: Body) -> _Checkpointed:
+            return _Checkpointed(compat.JitDescription(step, {}, is_plain=True), settings, prevent_cse, body)
 
-        return with_bodies(program, body, keep_checkpoints=self.settings.keep_user_checkpoints)
+        return with_bodies(program, under_checkpoint, keep_checkpoints=self.settings.keep_user_checkpoints)
 
     def warn(self, message: str) -> None:
         name = getattr(self.fun, "__qualname__", None) or repr(self.fun)

@@ -27,7 +27,7 @@ from remat_opt.search import SOLVERS, Solution, Solver
 from remat_opt.trace.avals import bytes_of, is_inexact
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
-NESTING_THRESHOLD = 0.7  # a layer is divided inside where that lowers its peak to this part
+NESTING_THRESHOLD = 0.7  # a layer is divided inside where that lowers its peak, and what a loop keeps, to this part
 _CLOSED = "and what is saved behind the last segment is computed again, too: the function is taken for a layer of many"
 _ENCLOSED = "and all of it again as a whole: between forward and backward pass only the function's arguments are kept"
 _FEW_NAMES = 5
@@ -157,7 +157,7 @@ def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) 
             return layout, ""
     elif is_loss(differentiated):
         return layout, ""
-    else:
+    elif differentiated.body is None:
         closed = close(layout, program)
         if kept_bytes(differentiated, closed) <= differentiated.result_bytes:
             return closed, "" if closed == layout else _CLOSED
@@ -167,7 +167,9 @@ def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) 
 def _from_host(found: CheckpointDecision) -> CheckpointDecision:
     """The same for a loop's body of which the host keeps what the loop carries."""
     differentiated, program = found.differentiated, found.differentiated.program
-    carried = [program.inputs[position] for position in differentiated.carried or ()]
+    if differentiated.body is None:
+        return found
+    carried = [program.inputs[position] for position in differentiated.body.carried]
     large = [value for value in carried if is_inexact(program.avals[value]) and bytes_of(program.avals[value]) >= _PAGE]
     if not large or not all(map(is_repeatable, program.equations)):
         return found
@@ -178,7 +180,7 @@ def _from_host(found: CheckpointDecision) -> CheckpointDecision:
 
 def is_loss(differentiated: Differentiated) -> bool:
     """Whether a function's backward pass follows its forward at once, as far as the sizes of its results tell."""
-    if differentiated.carried is not None:
+    if differentiated.body is not None:
         return False
     return differentiated.result_bytes <= LOSS_SHARE * differentiated.residual_bytes
 
@@ -241,8 +243,9 @@ def _kept(differentiated: Differentiated, solution: Solution) -> int:
 
 
 def _is_worth_nesting(differentiated: Differentiated, solution: Solution) -> bool:
-    peak = differentiated.problem.plain.peak
-    return bool(solution.schedule.recomputed) and solution.peak <= NESTING_THRESHOLD * peak
+    kept = differentiated.body.kept_bytes if differentiated.body is not None else 0
+    peak = kept + differentiated.problem.plain.peak
+    return bool(solution.schedule.recomputed) and kept + solution.peak <= NESTING_THRESHOLD * peak
 
 
 def _keep_nothing(differentiated: Differentiated) -> Solution:

@@ -18,6 +18,7 @@ import jax
 from remat_opt.emit.checkpoint import Layout, Segment, evaluate, is_repeatable, stored_operands
 from remat_opt.planner.prepared import Prepared, prepare
 from remat_opt.rewrites.captured import Captured
+from remat_opt.rewrites.loop_bodies import Body
 from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
 from remat_opt.trace import compat
@@ -45,8 +46,7 @@ class Differentiated:
         prepared: forward and backward as one program, with its graph.
         joint_value: for values of the function the value of the joint program that is the same.
         cotangents: the joint program's inputs that are cotangents.
-        carried: of a loop's body, which runs many times before its backward pass begins, the inputs that the loop
-            hands from step to step; None for other functions.
+        body: of a loop's body, which runs many times before its backward pass begins; None for other functions.
         loops: what became of the loops in it.
         given: the same function with its loops as they were given; None where it is that.
     """
@@ -55,7 +55,7 @@ class Differentiated:
     prepared: Prepared
     joint_value: dict[int, int]
     cotangents: frozenset[int]
-    carried: tuple[int, ...] | None = None
+    body: Body | None = None
     loops: Loops = Loops.AS_GIVEN
     given: Differentiated | None = None
 

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 from jax.extend.core import jaxpr_as_fun, primitives
 
 from remat_opt.trace import compat
-from remat_opt.trace.avals import abstract
+from remat_opt.trace.avals import abstract, bytes_of
 from remat_opt.trace.inline import Equation, Program
+
+
+class Body(NamedTuple):
+    """What is known of a function that is the body of a loop.
+
+    Attributes:
+        carried: positions of those arguments that the loop hands from step to step.
+        kept_bytes: of them, over all steps; 0 where the loop is not known.
+    """
+
+    carried: tuple[int, ...]
+    kept_bytes: int = 0
 
 
 def has_loops(program: Program) -> bool:
@@ -18,14 +31,12 @@ def has_loops(program: Program) -> bool:
     return any(equation.primitive is primitives.scan_p for equation in program.equations)
 
 
-def with_bodies(
-    program: Program, wrap: Callable[[Callable, tuple[int, ...]], Callable], *, keep_checkpoints: bool
-) -> Program:
+def with_bodies(program: Program, wrap: Callable[[Callable, Body], Callable], *, keep_checkpoints: bool) -> Program:
     """A program whose loops have other bodies.
 
     Args:
         program: a function before differentiation.
-        wrap: gives the new body, of a flat function and of the positions of what its loop carries.
+        wrap: gives the new body of a flat function.
         keep_checkpoints: whether loops in which the user has placed a `jax.checkpoint` stay as they are.
     """
 
@@ -38,16 +49,17 @@ def with_bodies(
     return dataclasses.replace(program, equations=tuple(map(written, program.equations)))
 
 
-def _with_body(loop: Equation, wrap: Callable[[Callable, tuple[int, ...]], Callable]) -> Equation:
-    body = loop.params["jaxpr"]
+def _with_body(loop: Equation, wrap: Callable[[Callable, Body], Callable]) -> Equation:
+    step = loop.params["jaxpr"]
     constants, carries = compat.scan_counts(loop.params)
-    wrapped = wrap(jaxpr_as_fun(body), tuple(range(constants, constants + carries)))
-    params = {**loop.params, "jaxpr": jax.make_jaxpr(wrapped)(*map(abstract, body.in_avals))}
-    return dataclasses.replace(loop, params=params)
+    carried = range(constants, constants + carries)
+    kept = loop.params["length"] * sum(bytes_of(step.in_avals[position]) for position in carried)
+    again = jax.make_jaxpr(wrap(jaxpr_as_fun(step), Body(tuple(carried), kept)))(*map(abstract, step.in_avals))
+    return dataclasses.replace(loop, params={**loop.params, "jaxpr": again})
 
 
-def handed_on(program: Program) -> tuple[int, ...]:
-    """Positions of those arguments of a layer that become one of its results, as far as their types tell."""
+def as_body(program: Program) -> Body:
+    """A layer as the body of a loop that is not known: it hands on what has the type of one of its results."""
     results = [program.aval_of(x) for x in program.outputs]
     found = []
     for position, value in enumerate(program.inputs):
@@ -56,4 +68,4 @@ def handed_on(program: Program) -> tuple[int, ...]:
         if at is not None:
             del results[at]
             found.append(position)
-    return tuple(found)
+    return Body(tuple(found))
