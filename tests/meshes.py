@@ -17,6 +17,7 @@ os.environ.update(devices_on_cpu.environment(8))
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -26,14 +27,14 @@ from remat_opt.targets import compile_lowered, resolve_target
 from remat_opt.targets.communication import read_collectives
 from tests.checks import equations_in
 
-LAYERS, WIDTH, BATCH = 6, 32, 2048
+LAYERS, WIDTH, BATCH = 5, 32, 2048
 OPTIMIZER = optax.adam(1e-2)
 P = PartitionSpec
 
 
 def new_state() -> Any:
-    def normal(seed: int, *shape: int) -> jax.Array:
-        return 0.1 * jax.random.normal(jax.random.key(seed), shape)
+    def normal(seed: int, *shape: int) -> np.ndarray:
+        return 0.1 * np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
     params = [
         {"up": normal(2 * i, WIDTH, 4 * WIDTH), "down": normal(2 * i + 1, 4 * WIDTH, WIDTH)} for i in range(LAYERS)
@@ -193,6 +194,7 @@ def compare(
             state, value = function(state, x)
         results.append(jax.tree.leaves((state, value)))
     pairs = list(zip(*results, strict=True))
+    plan = functions[1].plan(jax.device_put(new_state(), shardings[0]), x)
     print(
         json.dumps(
             {
@@ -204,8 +206,8 @@ def compare(
                 "all-reduces": list(map(compiled_collectives, texts)),
                 "collectives": [read_collectives(text).arrays for text in texts],
                 "bytes sent": [read_collectives(text).bytes for text in texts],
-                "chunks": functions[1].plan(jax.device_put(new_state(), shardings[0]), x).chunks,
-                "note": functions[1].plan(jax.device_put(new_state(), shardings[0]), x).note,
+                "chunks": plan.chunks,
+                "note": plan.note,
                 "difference": max(float(jnp.abs(one - other).max()) for one, other in pairs),
                 "same shardings": all(one.sharding.is_equivalent_to(other.sharding, one.ndim) for one, other in pairs),
             }
@@ -214,7 +216,7 @@ def compare(
     )
 
 
-BUDGETS = (0.5, 0.3, "15MB", "6MB")
+BUDGETS = (0.3, "15MB", "6MB")
 
 
 def compare_budgets(name: str) -> None:

@@ -260,9 +260,8 @@ def test_the_kept_rows_need_no_more_memory_than_was_asked(key: str) -> None:
 LOOPS = load(loops.FILE)
 
 
-@pytest.mark.parametrize("network", ["lstm", "gru"])
-def test_loops_come_out_as_they_are_kept(network: str) -> None:
-    (row,) = [row for row in loops.ROWS if row.key == network]
+def test_a_loop_comes_out_as_it_is_kept() -> None:
+    (row,) = [row for row in loops.ROWS if row.key == "lstm"]
     found, kept = loops.measure_row(row), LOOPS[row.key]
     if kept["jax_version"] == jax.__version__:
         assert found["plain_bytes"] == pytest.approx(kept["plain_bytes"], rel=0.01)

@@ -153,7 +153,7 @@ def test_a_budget_that_the_step_keeps_anyway_changes_nothing(budget: Any) -> Non
 
 
 def test_what_was_refused_is_refused_again() -> None:
-    optimized = optimize(step, budget=1000)
+    optimized = optimize(step, budget=1000, split=False)
     for use in (optimized.plan, optimized.lower, optimized, optimized):
         with pytest.raises(InfeasibleBudget):
             use(*FEWER_LAYERS)
@@ -189,11 +189,11 @@ def test_the_suggestion_for_a_step_with_nothing_to_recompute_works_too() -> None
 def test_without_verification_nothing_is_compiled() -> None:
     for budget in (0.6, 1.0, "1GiB", "min", None):
         before = len(compiled)
-        plan = optimize(step, budget=budget, verify=False).plan(PARAMS, X)
+        plan = optimize(step, budget=budget, verify=False).plan(*FEWER_LAYERS)
         assert len(compiled) == before
         assert plan.measured is None
     with pytest.raises(InfeasibleBudget, match="predicted"):
-        optimize(step, budget=1, verify=False).plan(PARAMS, X)
+        optimize(step, budget=1, verify=False, split=False).plan(*FEWER_LAYERS)
 
 
 def test_minimum_memory_of_a_clear_case_needs_no_compilation() -> None:
@@ -316,13 +316,13 @@ def test_errors_of_the_function_come_through_as_jax_gives_them(
 
 
 def test_an_infeasible_budget_may_fall_back_too() -> None:
-    optimized = optimize(step, budget=1, on_error="plain")
+    optimized = optimize(step, budget=1, on_error="plain", split=False)
     with pytest.warns(RematWarning, match="budget"):
-        assert_close(optimized(PARAMS, X), jax.jit(step)(PARAMS, X))
-    assert optimized.plan(PARAMS, X).is_plain
+        assert_close(optimized(*FEWER_LAYERS), jax.jit(step)(*FEWER_LAYERS))
+    assert optimized.plan(*FEWER_LAYERS).is_plain
 
 
 def test_the_minimum_memory_at_any_cost_is_no_more_and_computes_the_same() -> None:
     least, at_any_cost = optimize(step), optimize(step, budget="min")
-    assert temp_bytes(at_any_cost, PARAMS, X) <= temp_bytes(least, PARAMS, X)
-    assert_close(at_any_cost(PARAMS, X), jax.jit(step)(PARAMS, X))
+    assert temp_bytes(at_any_cost, *FEWER_LAYERS) <= temp_bytes(least, *FEWER_LAYERS)
+    assert_close(at_any_cost(*FEWER_LAYERS), jax.jit(step)(*FEWER_LAYERS))

@@ -133,9 +133,8 @@ def test_closures_over_tracers() -> None:
 
 
 def test_nothing_of_a_trace_is_held() -> None:
-    params, x = data()
     with jax.checking_leaks():
-        jax.jit(lambda p, x: checkpoint(lambda y: loss(p, y))(x))(params, x)
+        jax.jit(lambda w, x: checkpoint(lambda y: jnp.sum(jnp.sin(y @ w)))(x))(jnp.ones((4, 4)), jnp.ones((8, 4)))
 
 
 def test_a_leaked_tracer_is_told_as_by_jax() -> None:

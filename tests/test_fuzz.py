@@ -47,13 +47,13 @@ def rewritten(program: RandomProgram, how: How) -> None:
     hypothesis.event("rewritten" if check_rewritten(program, how) else "nothing to gain")
 
 
-@few(20)
+@few(12)
 @given(program=programs(most_statements=12), way=st.randoms(use_true_random=False))
 def test_small_programs_keep_their_values_for_any_target_solver_and_budget(program: RandomProgram, way: Any) -> None:
     rewritten(program, any_way(way))
 
 
-@few(16)
+@few(8)
 @given(program=programs(most_statements=20), share=st.sampled_from([None, -1.0, 0.5]))
 def test_programs_keep_their_values_with_the_search_that_users_get(program: RandomProgram, share: float | None) -> None:
     rewritten(program, How("cpu", "auto", share))
@@ -64,14 +64,14 @@ def test_what_is_kept_and_can_no_longer_be_written_over_is_not_kept() -> None:
     assert check_rewritten(fuzz_worker.drawn(7, 69)[0], How("h200", "auto", -1.0))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_large_programs_keep_their_values(seed: int) -> None:
     source = random.Random(f"large/{seed}")
     for _ in range(3):
         check_rewritten(random_program(source, source.choice((30, 40, 60))), How("h200", "lower_sets", None))
 
 
-@few(8)
+@few(5)
 @given(program=programs(most_statements=12))
 def test_programs_give_their_values_when_they_are_compiled_and_called(program: RandomProgram) -> None:
     hypothesis.event("rewritten" if check_compiled(program, 0.7) else "nothing to gain")

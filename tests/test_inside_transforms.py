@@ -15,7 +15,7 @@ from step_networks import sine_arguments, step_with
 
 from remat_opt import RematWarning, optimize
 
-WIDTH, LAYERS, BATCH = 16, 4, 128
+WIDTH, LAYERS, BATCH = 16, 3, 128
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*nothing will be saved on the CPU:remat_opt.RematWarning")
 
@@ -92,7 +92,7 @@ def test_values_and_derivatives_under_a_transform(transform: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])
-@pytest.mark.parametrize("transform", ["jit", "grad", "grad_of_grad", "jvp", "vmap", "checkpoint"])
+@pytest.mark.parametrize("transform", ["jit", "grad_of_grad", "jvp", "vmap"])
 def test_the_rules_of_the_original_are_used(rule: str, transform: str) -> None:
     if (rule, transform) == ("custom_vjp", "jvp"):
         transform = "jit_of_grad"  # a custom_vjp has no forward mode

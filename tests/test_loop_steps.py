@@ -55,7 +55,8 @@ def test_the_memory_of_a_recurrent_network_grows_like_the_root_of_its_length():
     needs = {}
     for length in (256, 1024, 4096):
         step, arguments = models.long_lstm(length)
-        needs[length] = temporary_bytes(remat_opt.optimize(jax.jit(step, donate_argnums=0), target="h200"), arguments)
+        optimized = remat_opt.optimize(jax.jit(step, donate_argnums=0), target="h200", verify=False)
+        needs[length] = temporary_bytes(optimized, arguments)
     assert needs[1024] < 2.2 * needs[256]
     assert needs[4096] < 2.2 * needs[1024]
     step, arguments = models.long_lstm(1024)

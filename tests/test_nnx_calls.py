@@ -171,7 +171,7 @@ class Failure(NamedTuple):
 
 FAILURES = {
     "the step": Failure(UserError),
-    "the budget": Failure(remat_opt.InfeasibleBudget, lambda: {"budget": 1000}),
+    "the budget": Failure(remat_opt.InfeasibleBudget, lambda: {"budget": 1000, "split": False}),
     "the plan": Failure(remat_opt.PlanError, lambda: {"plan": other_plan()}),
     "planning": Failure(UserError, broken="remat_opt.planner.step.decide"),
     "compiling": Failure(UserError, lambda: {"budget": 0.5}, "remat_opt.callable.planned.compile_as_called"),

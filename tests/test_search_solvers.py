@@ -41,7 +41,7 @@ def check(problem: Problem, solution: Solution) -> None:
 @each_solver
 def test_schedules_are_valid_never_worse_than_plain_and_within_budgets(name: str) -> None:
     solve, lowered = SOLVERS[name], 0
-    for seed in (*range(40), *SAVING_NOTHING):
+    for seed in (*range(16), *SAVING_NOTHING):
         problem = random_problem(seed, 8 if name in OF_ONE_LEAST else 12)
         plain, least = problem.plain.peak, solve(problem, None)
         check(problem, least)
@@ -59,7 +59,7 @@ def test_schedules_are_valid_never_worse_than_plain_and_within_budgets(name: str
         assert impossible.peak <= least.peak
         assert name not in OF_ONE_LEAST or (impossible.peak, impossible.schedule) == (least.peak, least.schedule)
         assert not solve(problem, plain).schedule.recomputed
-    assert lowered > 10
+    assert lowered > 5
 
 
 NOTHING_TO_GAIN = [Graph((), ()), chain([3]), chain([3, 4]), chain([5, 1, 1]), training_chain([4])]
@@ -110,7 +110,7 @@ def test_the_more_memory_the_less_time_on_a_long_chain(name: str) -> None:
 
 @each_solver
 def test_what_was_asked_before_changes_no_answer(name: str) -> None:
-    for seed in range(6):
+    for seed in range(3):
         asked = random_problem(seed)
         budgets = [asked.plain.peak * share // 5 for share in range(1, 5)]
         alone = {budget: SOLVERS[name](random_problem(seed), budget).schedule for budget in (*budgets, None)}
@@ -124,7 +124,7 @@ from test_search_solvers import SOLVERS, Problem, random_problem
 from test_segments import two_humps
 for name, solve in SOLVERS.items():
     graphs = [two_humps(9), training_chain([3, 5, 3, 5, 5, 5, 3, 3])] if name != "milp" else []
-    for problem in [*map(random_problem, range(10)), *map(Problem, graphs)]:
+    for problem in [*map(random_problem, range(4)), *map(Problem, graphs)]:
         for budget in (None, problem.plain.peak * 4 // 5):
             solution = solve(problem, budget)
             print(solution.schedule, sorted(solution.choice.saved), solution.choice.boundaries, solution.choice.cuts)

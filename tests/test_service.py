@@ -17,7 +17,7 @@ from jax import lax
 import remat_opt.planner.step
 from remat_opt import InfeasibleBudget, Plan, RematWarning, frontier, optimize
 
-PARAMS = [jnp.eye(32) * 0.5] * 4
+PARAMS = [jnp.eye(32) * 0.5] * 3
 X = jnp.ones((128, 32))
 
 
@@ -307,7 +307,7 @@ def test_a_warning_that_is_an_error_loses_no_decision(
 
 def symbolic_arguments() -> Any:
     (batch,) = jax.export.symbolic_shape("batch")
-    return [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * 4, jax.ShapeDtypeStruct((batch, 32), jnp.float32)
+    return [jax.ShapeDtypeStruct((32, 32), jnp.float32)] * len(PARAMS), jax.ShapeDtypeStruct((batch, 32), jnp.float32)
 
 
 @pytest.mark.short

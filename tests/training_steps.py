@@ -108,9 +108,9 @@ def conv_net_case() -> StepCase:
         (value, running), grads = jax.value_and_grad(loss, has_aux=True)(state.params)
         return apply_gradients(state, grads, optimizer), running, value
 
-    def make_args() -> tuple:
+    def make_args(blocks: int = 6) -> tuple:
         rng = np.random.default_rng(0)
-        params, stats = networks.conv_net_params(rng, width=16, blocks=6, classes=10)
+        params, stats = networks.conv_net_params(rng, width=16, blocks=blocks, classes=10)
         images = jnp.asarray(rng.normal(size=(16, 24, 24, 3)), jnp.float32)
         return start(params, optimizer), stats, images, jnp.asarray(rng.integers(0, 10, 16), jnp.int32)
 
@@ -312,8 +312,8 @@ def keyword_and_static_case() -> StepCase:
         value, grads = jax.value_and_grad(loss)(state.params)
         return apply_gradients(state, grads, optimizer), value
 
-    def make_args() -> tuple:
-        state, x, _ = mlp_args(optimizer)
+    def make_args(hidden_layers: int = 12) -> tuple:
+        state, x, _ = mlp_args(optimizer, hidden_layers)
         return state, "gelu", x
 
     def make_kwargs() -> dict[str, Any]:
@@ -369,17 +369,19 @@ STEPS: dict[str, Callable[[], StepCase]] = {
 TRANSFORMERS = ("transformer", "dropout", "checkpoint_blocks", "checkpoint_policy", "hand_written_attention")
 # Sizes at which a test sees the same, sooner; the benchmarks keep figures of the full ones.
 SMALLER: dict[str, dict[str, int]] = {
-    **{name: {"layers": 3, "batch": 8} for name in TRANSFORMERS},
-    "mlp": {"hidden_layers": 12},
-    "gan": {"hidden_layers": 4},
-    "nnx": {"hidden_layers": 5},
+    **{name: {"layers": 2, "batch": 8} for name in TRANSFORMERS},
+    "mlp": {"hidden_layers": 8},
+    "gan": {"hidden_layers": 3},
+    "nnx": {"hidden_layers": 4},
     "nnx_jit": {"hidden_layers": 4},
-    "equinox": {"hidden_layers": 8},
-    "vjp": {"hidden_layers": 8},
-    "has_aux": {"hidden_layers": 8},
-    "random_wiring": {"nodes": 12},
-    "mixed_precision": {"hidden_layers": 7},
-    "micro_batches": {"hidden_layers": 7},
+    "equinox": {"hidden_layers": 6},
+    "vjp": {"hidden_layers": 6},
+    "has_aux": {"hidden_layers": 6},
+    "random_wiring": {"nodes": 9},
+    "mixed_precision": {"hidden_layers": 6},
+    "micro_batches": {"hidden_layers": 6},
+    "keyword_and_static": {"hidden_layers": 6},
+    "conv_net": {"blocks": 3},
 }
 
 
