@@ -92,7 +92,7 @@ def test_values_and_derivatives_under_a_transform(transform: str) -> None:
 
 
 @pytest.mark.parametrize("rule", ["custom_jvp", "custom_vjp"])
-@pytest.mark.parametrize("transform", ["jit", "grad_of_grad", "jvp", "vmap"])
+@pytest.mark.parametrize("transform", ["jit", "grad_of_grad", "jvp", "vmap", "checkpoint"])
 def test_the_rules_of_the_original_are_used(rule: str, transform: str) -> None:
     if (rule, transform) == ("custom_vjp", "jvp"):
         transform = "jit_of_grad"  # a custom_vjp has no forward mode
