@@ -18,7 +18,7 @@ from flax import linen, nnx
 
 import remat_opt
 
-LAYERS, WIDTH = 6, 128
+LAYERS, WIDTH = 4, 128
 
 
 class State(NamedTuple):

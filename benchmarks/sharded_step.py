@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import remat_opt
 
-LAYERS = 8
+LAYERS = 4
 
 
 def train_step(params, batch):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from remat_opt import Plan
@@ -71,3 +72,15 @@ def planned(plan: Plan) -> str:
     figures = {name: getattr(plan, name) for name in ("measured", "plain_measured")}
     timeless = {name: found and dataclasses.replace(found, compile_seconds=0.0) for name, found in figures.items()}
     return dataclasses.replace(plan, **timeless).to_json()
+
+
+def filled(shapes: Any) -> Any:
+    """Some state of these shapes: initialising would be one more program to compile."""
+    random = np.random.default_rng(0)
+
+    def one(leaf: jax.ShapeDtypeStruct) -> Any:
+        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return jax.random.key(0)
+        return (0.1 * random.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
+
+    return jax.tree.map(one, shapes)

@@ -13,13 +13,14 @@ from remat_opt.planner.prepared import rates_of
 from remat_opt.targets import resolve_target
 from remat_opt.trace.inline import inline
 
-NETWORKS = ("resnet50", "densenet121", "vgg16", "alexnet")
+NETWORKS = ("resnet50", "vgg16", "alexnet")
 # The small twins of the examples; those of the same file that are no different, and of `NETWORKS`, left out.
-_ALIKE = ("vgg1", "resnet3", "resnet101", "resnet152", "resnet200", "densenet16", "densenet2", "wide_resnet28_1")
-_ALIKE += ("gpt", "dynamicconv_wmt", "transformer_big", "randwire_regular", "amoebanet", *NETWORKS)
+_ALIKE = ("vgg1", "resnet3", "resnet101", "resnet152", "resnet200", "densenet16", "densenet2", "wide_resnet", "unet")
+_ALIKE += ("gpt", "dynamicconv", "transformer_big", "randwire_regular", "amoebanet", "nasnet", *NETWORKS)
 TWINS = tuple(name for name in EXAMPLES if not name.startswith(_ALIKE) and not name.endswith("_scan"))
-# What inlining merges of a checkpoint leaves the graph of the step without it; the last two are chains as "mlp" is.
-_NO_OTHER_GRAPH = ("nnx", "equinox", "checkpoint", "keyword_and_static", "has_aux")
+# What inlining merges of a checkpoint leaves the graph of the step without it, "dropout" is the transformer with masks,
+# and the last two are chains as "mlp" is.
+_NO_OTHER_GRAPH = ("nnx", "equinox", "checkpoint", "transformer", "keyword_and_static", "has_aux")
 PLAIN_STEPS = [name for name in STEPS if not name.startswith(_NO_OTHER_GRAPH)]
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import checkpoints_in
+from checks import checkpoints_in, filled
 from jax.extend.core import primitives
 
 from remat_opt import measure
@@ -134,18 +134,6 @@ def test_the_lstm_has_the_layers_of_the_paper(name: str) -> None:
 def test_a_thousand_layers() -> None:
     network = EXAMPLES["resnet1001"].network()
     assert 3 * sum(network.stage_sizes) + 2 == 1001
-
-
-def filled(shapes: Any) -> Any:
-    """Some state of these shapes: initialising would be one more program to compile."""
-    random = np.random.default_rng(0)
-
-    def one(leaf: jax.ShapeDtypeStruct) -> Any:
-        if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return jax.random.key(0)
-        return (0.1 * random.standard_normal(leaf.shape, np.float32)).astype(leaf.dtype)
-
-    return jax.tree.map(one, shapes)
 
 
 def compiled(example: TrainingExample) -> Callable[..., Any]:

@@ -127,18 +127,18 @@ def readmes_step() -> tuple[Any, tuple[Any, jax.ShapeDtypeStruct]]:
     return train_step, (params, like((2**16, 128), "data", None))
 
 
-@pytest.mark.parametrize("budget", [None, "250MB"])
+@pytest.mark.parametrize("budget", [None, "140MB"])
 def test_the_readmes_sharded_step_is_planned_for_a_node(budget: str | None) -> None:
     step, arguments = readmes_step()
     plan = remat_opt.optimize(step, donate_argnums=0, target="h200:8", budget=budget).plan(*arguments)
     plain, ours = plan.plain_measured, plan.measured
     assert ours is not None
     assert plain is not None
-    assert plain.physical_peak_bytes > 400e6
+    assert plain.physical_peak_bytes > 210e6
     if budget is None:
-        assert ours.temp_bytes < 0.25 * plain.temp_bytes
+        assert ours.temp_bytes < 0.32 * plain.temp_bytes
     else:
-        assert 0.7 * 250e6 < ours.physical_peak_bytes <= 250e6
+        assert 0.7 * 140e6 < ours.physical_peak_bytes <= 140e6
     assert ours.collectives is not None
     assert plain.collectives is not None
     assert 0 < ours.collectives.bytes <= plain.collectives.bytes

@@ -8,16 +8,16 @@ from benchmarks.refresh_notebooks import NOTEBOOKS, execute, read
 
 SIZES = {
     "resnet": """
-TRAINED = {"name": "wide_resnet28_2", "small": True, "batch": 16, "size": 16, "learning_rate": 0.02}
+TRAINED = {"name": "alexnet", "small": True, "batch": 16, "learning_rate": 0.02}
 STEPS = 2
-COMPILED = {"name": "vgg16", "small": True, "batch": 64}
-TARGET = "h200"
+COMPILED = {"name": "alexnet", "small": True, "batch": 64}
+TARGET = "cpu"
 """,
     "densenet": """
 TRAINED = {"name": "wide_resnet28_2", "small": True, "batch": 64, "size": 16, "learning_rate": 0.02}
 STEPS = 2
 BUDGET = 0.6
-COMPILED = {"name": "vgg16", "small": True, "batch": 64}
+COMPILED = {"name": "alexnet", "small": True, "batch": 64}
 TARGET = "cpu"
 """,
     "transformer_scan": """
@@ -27,7 +27,7 @@ COMPILED = {"name": "lstm_scan", "small": True, "batch": 64}
 TARGET = "cpu"
 """,
     "ladder": """
-TRAINED = {"name": "dynamicconv_iwslt", "small": True, "batch": 10, "learning_rate": 0.1}
+TRAINED = {"name": "lstm_scan", "small": True, "batch": 10, "learning_rate": 0.1}
 STEPS = 2
 TARGET = "cpu"
 RUNGS = {

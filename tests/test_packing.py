@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,7 +11,9 @@ from hypothesis import strategies as st
 from random_graphs import Sketch, training_chain, training_graphs
 
 import remat_opt
-from remat_opt.examples import make_example
+from remat_opt.examples import Task
+from remat_opt.examples.training import training_example
+from remat_opt.examples.unet import UNet
 from remat_opt.graph.liveness import simulate
 from remat_opt.graph.packing import allocated_bytes
 from remat_opt.graph.schedule import Schedule, Transfer, save_everything
@@ -102,9 +105,11 @@ def test_of_about_the_least_peaks_what_is_allocated_least_is_taken(graph) -> Non
 
 
 def test_a_unet_is_allocated_what_is_predicted() -> None:
-    example = make_example("unet")
+    network = UNet(depth=2)
+    batches = [Task.PIXELS.batches(batch, 284, 2, jnp.float32) for batch in (8, 1)]
+    example = training_example("unet", network, *batches, None)
     step = remat_opt.optimize(example.train_step, donate_argnums=example.donate_argnums, target="h200", split=False)
     decision = step._planned.decision(example.abstract_args, {})
     measured = remat_opt.measure(step, *example.abstract_args, target="h200")
     assert measured.optimized.temp_bytes == pytest.approx(decision.solution.allocated, rel=0.05)
-    assert measured.optimized.temp_bytes > 1.05 * decision.peak
+    assert measured.optimized.temp_bytes > 1.15 * decision.peak

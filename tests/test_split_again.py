@@ -15,7 +15,7 @@ from remat_opt.rewrites.split.batch import Batch, batch_along
 from remat_opt.rewrites.split.stages import making_rows_again
 from remat_opt.trace.flops import flops_of
 
-ROWS, TOKENS, WIDTH, LAYERS = 60, 16, 16, 3
+ROWS, TOKENS, WIDTH, LAYERS = 60, 16, 16, 2
 
 
 def encode(weights: Any, x: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -108,9 +108,9 @@ def test_a_contrastive_step_needs_a_chunk_of_its_memory() -> None:
     found = remat_opt.measure(remat_opt.optimize(step, split=16, target="h200"), *args)
     assert found.plain is not None
     assert found.optimized is not None
-    assert found.optimized.temp_bytes < 0.15 * found.plain.temp_bytes
+    assert found.optimized.temp_bytes < 0.137 * found.plain.temp_bytes
     predicted = found.plan.predicted
-    assert 0.3 < predicted.extra_flops / predicted.flops < 0.42  # one more forward pass, with its random masks
+    assert 0.3 < predicted.extra_flops / predicted.flops < 0.4  # one more forward pass, with its random masks
     assert "runs in 16 chunks" in found.plan.note
 
 
