@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from jax.experimental import io_callback
-from training_steps import smaller_case
+from training_steps import STEPS
 
 import remat_opt
 from remat_opt.targets import CompilationOutOfMemory, Figures, resolve_target
@@ -281,7 +281,7 @@ def test_what_compilers_store_of_the_original_step_is_predicted(layer, target: s
 
 def test_a_budget_is_checked_on_the_program_that_is_measured() -> None:
     """As is called: without what nobody reads, of which one operand of a barrier made 9 % of a U-Net's memory."""
-    case = smaller_case("u_net")
+    case = STEPS["u_net"]()
     step = remat_opt.optimize(case.step, target="h200", budget=0.5)
     found = remat_opt.measure(step, *case.make_args(), **case.make_kwargs())
     assert found.plan.measured is not None

@@ -39,7 +39,7 @@ def plan_of_case(name, **options):
     case = smaller_case(name)
     return planned(remat_opt.optimize(case.step, **options).plan(*case.make_args()))
 
-for name, options in (("mlp", {"budget": 0.6}), ("vjp", {"budget": "min"}), ("checkpoint_blocks", {})):
+for name, options in (("mlp", {"budget": 0.6}), ("dropout", {"budget": "min"}), ("checkpoint_blocks", {})):
     print(plan_of_case(name, **options))
 asked = [(meshes.looped_step, {"verify": False}), (meshes.step, {})]
 for fun, options in asked:
