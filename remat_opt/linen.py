@@ -70,19 +70,10 @@ def remat(
         ValueError: what `remat_opt.checkpoint` refuses.
     """
     options = {
-        "variables": variables,
-        "rngs": rngs,
-        "concrete": concrete,
-        "prevent_cse": prevent_cse,
-        "static_argnums": static_argnums,
-        "policy": policy,
-        "budget": budget,
-        "target": target,
-        "solver": solver,
-        "plan": plan,
-        "static_argnames": static_argnames,
+        **{"variables": variables, "rngs": rngs, "static_argnums": static_argnums},
+        **{"concrete": concrete, "prevent_cse": prevent_cse, "policy": policy, "static_argnames": static_argnames},
+        **{"budget": budget, "target": target, "solver": solver, "plan": plan, "offload": offload},
         "keep_user_names": keep_user_names,
-        "offload": offload,
     }
     if isinstance(methods, Mapping):
         methods = {name: {"how": _for_lifting({**options, **given})} for name, given in methods.items()}
