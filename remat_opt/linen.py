@@ -46,8 +46,7 @@ def remat(
 ) -> Any:
     """A module that recomputes what its backward pass needs, in place of `flax.linen.remat`; it finds the policy.
 
-    Parameters, state in other collections, random streams and names are as with `nn.remat`: the parameter tree is the
-    same. While a module is initialised nothing is planned.
+    State, random streams and names are as with `nn.remat`. While a module is initialised nothing is planned.
 
     Args:
         target_module: a module class, or a function of a module (as a decorator of methods).
@@ -70,10 +69,19 @@ def remat(
         ValueError: what `remat_opt.checkpoint` refuses.
     """
     options = {
-        **{"variables": variables, "rngs": rngs, "static_argnums": static_argnums},
-        **{"concrete": concrete, "prevent_cse": prevent_cse, "policy": policy, "static_argnames": static_argnames},
-        **{"budget": budget, "target": target, "solver": solver, "plan": plan, "offload": offload},
+        "variables": variables,
+        "rngs": rngs,
+        "concrete": concrete,
+        "prevent_cse": prevent_cse,
+        "static_argnums": static_argnums,
+        "policy": policy,
+        "budget": budget,
+        "target": target,
+        "solver": solver,
+        "plan": plan,
+        "static_argnames": static_argnames,
         "keep_user_names": keep_user_names,
+        "offload": offload,
     }
     if isinstance(methods, Mapping):
         methods = {name: {"how": _for_lifting({**options, **given})} for name, given in methods.items()}
