@@ -59,8 +59,7 @@ def remat(
         methods: names of the methods that are wrapped (default: `__call__`), or for each of them its options.
         budget: as for `remat_opt.checkpoint`, for each call of a method.
         target: the device to plan for.
-        solver: name of the search.
-        plan: a plan of the same call.
+        solver, plan: name of the search, or a plan of the same call.
         static_argnames: the same as `static_argnums` for arguments given by name.
         keep_user_names: respect `nn.remat`, `jax.checkpoint` and `checkpoint_name` inside; else they are replaced.
         offload: as for `remat_opt.checkpoint`.
