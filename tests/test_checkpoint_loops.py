@@ -191,6 +191,10 @@ def test_what_cannot_move_is_said() -> None:
     with pytest.warns(remat_opt.RematWarning, match="nothing goes to the host"):
         on_cpu = checkpoint(loss, target="cpu", offload=True).plan(*data())
     assert "host" not in on_cpu.note
+    without_loops = lambda w, x: jnp.mean(layer(x, w)[0] ** 2)  # noqa: E731
+    with pytest.warns(remat_opt.RematWarning, match="there is no loop in it"):
+        alone = checkpoint(without_loops, **OFFLOAD).plan(data()[0][0], data()[1])
+    assert alone.schedule == checkpoint(without_loops, target="h200").plan(data()[0][0], data()[1]).schedule
     with pytest.raises(ValueError, match="host_bandwidth"):
         checkpoint(loss, target="v5e", offload=True)
     with pytest.raises(ValueError, match=r"a policy or offload=…"):

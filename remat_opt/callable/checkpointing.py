@@ -262,7 +262,7 @@ class _Checkpointed:
             return ONE_REGION  # jax.checkpoint knows what to do, and what to say
         settings = self.settings
         target = self.checked_target()
-        asked = (target.name, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
+        asked = (target, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
         asked = (*asked, settings.offload, self.body)
         return OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
 
@@ -299,6 +299,8 @@ class _Checkpointed:
             forms += [Loops.RECOMPUTED, *([Loops.ON_HOST] if moves and body is None else [])]
         elif moves and body is None:
             body = as_body(program)
+            if body is None:
+                self.warn("nothing goes to the host: there is no loop in it, and it hands no large array on")
         found = []
         for loops in forms:
             written = self.in_form(program, loops)

@@ -24,7 +24,6 @@ from remat_opt.planner.planning import decide, decision_of
 from remat_opt.planner.segmentation import Differentiated, close, enclose, kept_bytes, layout_of, user_names
 from remat_opt.planner.settings import Settings
 from remat_opt.search import SOLVERS, Solution, Solver
-from remat_opt.trace.avals import bytes_of, is_inexact
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
 NESTING_THRESHOLD = 0.7  # a layer is divided inside where that lowers its peak, and what a loop keeps, to this part
@@ -33,7 +32,6 @@ _ENCLOSED = "and all of it again as a whole: between forward and backward pass o
 _FEW_NAMES = 5
 _OF_STRETCHES = ("hong", "rotor")
 _MORE_MEMORY = (1.1, 1.2, 1.35)
-_PAGE = 4096  # bytes; less is not worth a copy, and small copies fail on TPUs (jax issue 24115)
 _LOWER = 0.9
 _SEARCHES = 6  # to find the least time whose residuals fit a budget
 
@@ -167,14 +165,11 @@ def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) 
 def _from_host(found: CheckpointDecision) -> CheckpointDecision:
     """The same for a loop's body of which the host keeps what the loop carries."""
     differentiated, program = found.differentiated, found.differentiated.program
-    if differentiated.body is None:
-        return found
-    carried = [program.inputs[position] for position in differentiated.body.carried]
-    large = [value for value in carried if is_inexact(program.avals[value]) and bytes_of(program.avals[value]) >= _PAGE]
-    if not large or not all(map(is_repeatable, program.equations)):
+    body = differentiated.body
+    if body is None or not body.carried or not all(map(is_repeatable, program.equations)):
         return found
     layout = layout_of(differentiated, found.decision.solution)
-    on_host = {value: f"carry_{number}" for number, value in enumerate(large)}
+    on_host = {program.inputs[position]: f"carry_{number}" for number, position in enumerate(body.carried)}
     return dataclasses.replace(found, layout=dataclasses.replace(layout, on_host=on_host))
 
 

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.extend.core import jaxpr_as_fun, primitives
 
 from remat_opt.trace import compat
-from remat_opt.trace.avals import abstract, bytes_of
+from remat_opt.trace.avals import abstract, bytes_of, is_inexact
 from remat_opt.trace.inline import Equation, Program
+
+_PAGE = 4096  # bytes; less is not worth a copy, and small copies fail on TPUs (jax issue 24115)
 
 
 class Body(NamedTuple):
     """What is known of a function that is the body of a loop.
 
     Attributes:
-        carried: positions of those arguments that the loop hands from step to step.
-        kept_bytes: of them, over all steps; 0 where the loop is not known.
+        carried: positions of those arguments that the loop hands from step to step and that are worth a copy.
+        kept_bytes: of all that it hands on, over all steps; 0 where the loop is not known.
     """
 
     carried: tuple[int, ...]
@@ -52,20 +54,26 @@ def with_bodies(program: Program, wrap: Callable[[Callable, Body], Callable], *,
 def _with_body(loop: Equation, wrap: Callable[[Callable, Body], Callable]) -> Equation:
     step = loop.params["jaxpr"]
     constants, carries = compat.scan_counts(loop.params)
-    carried = range(constants, constants + carries)
-    kept = loop.params["length"] * sum(bytes_of(step.in_avals[position]) for position in carried)
-    again = jax.make_jaxpr(wrap(jaxpr_as_fun(step), Body(tuple(carried), kept)))(*map(abstract, step.in_avals))
+    avals = step.in_avals
+    kept = loop.params["length"] * sum(map(bytes_of, avals[constants : constants + carries]))
+    carried = tuple(at for at in range(constants, constants + carries) if _is_worth_a_copy(avals[at]))
+    again = jax.make_jaxpr(wrap(jaxpr_as_fun(step), Body(carried, kept)))(*map(abstract, avals))
     return dataclasses.replace(loop, params={**loop.params, "jaxpr": again})
 
 
-def as_body(program: Program) -> Body:
-    """A layer as the body of a loop that is not known: it hands on what has the type of one of its results."""
+def as_body(program: Program) -> Body | None:
+    """A layer as the body of a loop that is not known: it hands on arguments of the type of a result. None where none of
+    them is worth a copy."""
     results = [program.aval_of(x) for x in program.outputs]
     found = []
     for position, value in enumerate(program.inputs):
         aval = program.avals[value]
         at = next((at for at, x in enumerate(results) if (x.shape, x.dtype) == (aval.shape, aval.dtype)), None)
-        if at is not None:
+        if at is not None and _is_worth_a_copy(aval):
             del results[at]
             found.append(position)
-    return Body(tuple(found))
+    return Body(tuple(found)) if found else None
+
+
+def _is_worth_a_copy(aval: Any) -> bool:
+    return is_inexact(aval) and bytes_of(aval) >= _PAGE
