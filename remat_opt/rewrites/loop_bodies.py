@@ -62,8 +62,10 @@ def _with_body(loop: Equation, wrap: Callable[[Callable, Body], Callable]) -> Eq
 
 
 def as_body(program: Program) -> Body | None:
-    """A layer as the body of a loop that is not known: it hands on arguments of the type of a result. None where none of
-    them is worth a copy."""
+    """A layer as the body of a loop that is not known: it hands on arguments of the type of a result.
+
+    None where none of them is worth a copy.
+    """
     results = [program.aval_of(x) for x in program.outputs]
     found = []
     for position, value in enumerate(program.inputs):
