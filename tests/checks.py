@@ -18,6 +18,11 @@ from remat_opt.trace import compat
 TESTS = Path(__file__).parent
 
 
+def by_jax(oldest: float, newest: float) -> float:
+    """A figure of XLA's, in jax 0.10 and from 0.11 on."""
+    return oldest if jax.__version_info__ < (0, 11) else newest
+
+
 def numbers(leaf: Any) -> np.ndarray:
     """A leaf as a NumPy array; of a random key its data."""
     is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)

@@ -6,6 +6,7 @@ import statistics
 from pathlib import Path
 
 import pytest
+from checks import by_jax
 
 import remat_opt
 from benchmarks import budgets
@@ -16,6 +17,7 @@ from remat_opt.planner.planning import decide
 from remat_opt.planner.settings import check_settings
 
 KEPT = load(RESULTS / "budgets.json")
+AS_KEPT = by_jax(0.01, 0.05)  # what is kept was compiled with jax 0.10
 SMALL = (Row("steps/mlp", None, None, "cpu"), Row("steps/micro_batches", None, None, "h200"))
 SMALLEST = Row("steps/u_net", None, None, "cpu")
 
@@ -28,11 +30,11 @@ def test_small_rows_come_out_as_they_are_kept(row: Row) -> None:
     for message in budgets.measure_row(row, list(asked)):
         found, before = message["found"], kept[str(message["budget"])]
         if "refused_bytes" in before:
-            assert found["refused_bytes"] == pytest.approx(before["refused_bytes"], rel=0.01)
+            assert found["refused_bytes"] == pytest.approx(before["refused_bytes"], rel=AS_KEPT)
             refused.append(message["budget"])
             continue
         assert found["temp_bytes"] <= message["budget"] * message["plain_bytes"]
-        assert found["temp_bytes"] == pytest.approx(before["temp_bytes"], rel=0.01)
+        assert found["temp_bytes"] == pytest.approx(before["temp_bytes"], rel=AS_KEPT)
     assert refused == [budget for budget in asked if budget <= max(refused, default=0)]
 
 
@@ -48,7 +50,7 @@ def test_a_small_row_holds_for_a_user_as_it_is_kept() -> None:
         if "refused_bytes" in found:
             with pytest.raises(remat_opt.InfeasibleBudget) as refusal:
                 step.plan(*args, **kwargs)
-            assert refusal.value.least_bytes == pytest.approx(found["refused_bytes"], rel=0.01)
+            assert refusal.value.least_bytes == pytest.approx(found["refused_bytes"], rel=AS_KEPT)
             refused.append(budget)
             continue
         plan = step.plan(*args, **kwargs)
@@ -57,7 +59,7 @@ def test_a_small_row_holds_for_a_user_as_it_is_kept() -> None:
         compiled = remat_opt.measure(step, *args, **kwargs).temp_bytes
         assert compiled is not None
         assert compiled <= allowed
-        assert compiled == pytest.approx(found["temp_bytes"], rel=0.01)
+        assert compiled == pytest.approx(found["temp_bytes"], rel=AS_KEPT)
     assert refused == [budget for budget in asked if budget <= max(refused, default=0)]
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, checkpoints_in, printed
+from checks import assert_close, by_jax, checkpoints_in, printed
 from checks import temp_bytes as temp_bytes_of
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 
@@ -251,7 +251,7 @@ NNX = partial(remat_opt.nnx.remat, target="h200")
 
 @pytest.mark.parametrize(
     ("step_of", "remat", "share"),
-    [(densenet_step, LINEN, 0.47), (nnx_resnet_step, NNX, 0.452)],
+    [(densenet_step, LINEN, 0.47), (nnx_resnet_step, NNX, by_jax(0.452, 0.475))],
 )
 def test_an_h200_trains_a_module_in_less(step_of: Any, remat: Any, share: float) -> None:
     plain, ours = (h200_temp(step, args, len(jax.tree.leaves(args[0]))) for step, args in map(step_of, (None, remat)))

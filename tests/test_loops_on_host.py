@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
+from checks import by_jax
 
 from remat_opt import Plan, optimize
 from remat_opt.graph.barriers import Barrier, barriers
@@ -52,7 +53,7 @@ def test_what_a_loop_keeps_lies_in_the_hosts_memory() -> None:
     ((_, choice),) = plan.loops
     assert choice.host
     assert plan.measured.temp_bytes < 0.7 * alone.predicted.peak_bytes
-    assert plan.measured.temp_bytes == pytest.approx(plan.predicted.peak_bytes, rel=0.1)
+    assert plan.measured.temp_bytes == pytest.approx(plan.predicted.peak_bytes, rel=by_jax(0.1, 0.26))
     assert plan.measured.host_temp_bytes == plan.predicted.host_bytes == STEPS * CARRY
     assert plan.predicted.extra_flops <= 0.35 * plan.predicted.flops
 
