@@ -21,7 +21,9 @@ RATES = Rates(4e12, {"float32": 6e13})
 WITHIN_ROUNDING = {"nested", "linear algebra"}
 # jax 0.12 fuses adamw's update of a slice otherwise than that of a stack.
 UPDATE_WITHIN_ROUNDING = {"layers, adamw", "mixed precision"}
-WITHOUT_PAIRS = {"micro-batches"}
+# From jax 0.11 on the backward pass reads the stack that is returned: there is nothing to gain.
+NOTHING_GAINED = {"checkpoint, weights handed back"} if jax.__version_info__ >= (0, 11) else set()
+WITHOUT_PAIRS = {"micro-batches"} | NOTHING_GAINED
 
 
 def all_residuals(pair):
@@ -120,11 +122,11 @@ def test_values(name, how, as_given):
     assert bool(pairs.pairs) != (name in WITHOUT_PAIRS)
     chosen = [(at, CHOICES[how](pair)) for at, pair in enumerate(pairs.pairs)]
     program = rewrite_loops(found.program, pairs.pairs, chosen, aliases, steps=SearchedSteps(RATES, "cpu"))
-    inside = name in WITHOUT_PAIRS | {"nested"}
+    inside = name in {"micro-batches", "nested"}
     if inside:
         program, bodies = rewrite_inside(program, RATES)
         assert bodies or "everything" in how  # then nothing is recomputed, so no body has both passes
-    elif name != "checkpoint on the body":
+    elif name not in {"checkpoint on the body"} | NOTHING_GAINED:
         assert program.equations != found.program.equations
     assert [program.avals[v].str_short() for v in program.outputs if isinstance(v, int)] == [
         found.program.avals[v].str_short() for v in found.program.outputs if isinstance(v, int)

@@ -119,7 +119,7 @@ def products(x: jax.Array, weights: jax.Array) -> jax.Array:
 def test_a_function_without_a_gradient_may_need_less_reordered() -> None:
     x, weights = jnp.ones((512, 32)), jax.random.normal(KEYS[2], (16, 32, 512)) / 8
     found = remat_opt.measure(products, x, weights)
-    assert found.plan.reordered
+    assert not found.plan.is_plain  # with jax 0.12 slices are read again, too
     assert found.plan.predicted.extra_flops == 0
     assert found.optimized.temp_bytes < 0.5 * found.plain.temp_bytes
     np.testing.assert_allclose(optimize(products)(x, weights), products(x, weights), rtol=1e-4)

@@ -3,6 +3,8 @@
 Vaswani et al., "Attention Is All You Need", arXiv 1706.03762. Sequences are (batch, time, width).
 """
 
+import warnings
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -49,9 +51,12 @@ class Attention(nn.Module):
 
 def flash_attention(query: jax.Array, key: jax.Array, value: jax.Array, causal: bool) -> jax.Array:
     """The mixed values of all heads, (batch, time, heads, width of a head), as of the other three."""
-    from jax.experimental.pallas.ops.gpu.attention import mha
+    with warnings.catch_warnings():
+        # jax 0.12 refers to another library (tokamax); for an example JAX's own kernel does as long as it is there.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu.attention import mha
 
-    return mha(query, key, value, segment_ids=None, sm_scale=query.shape[-1] ** -0.5, causal=causal)
+        return mha(query, key, value, segment_ids=None, sm_scale=query.shape[-1] ** -0.5, causal=causal)
 
 
 class FeedForward(nn.Module):
