@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from checks import by_jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.extend import core
@@ -133,8 +134,8 @@ def recurrent(weights: list[jax.Array], x: jax.Array) -> list[jax.Array]:
 @pytest.mark.parametrize(
     ("step", "args", "share"),
     [
-        (messages, ([array(64, 64)] * 8, array(16384, 64)), 0.4),  # 0.58 with zeros from the beginning
-        (recurrent, ([array(128, 128)] * 4, array(64, 64, 128)), 0.32),  # 0.34
+        (messages, ([array(64, 64)] * 8, array(16384, 64)), by_jax(0.4, 0.51)),  # 0.58 with zeros from the beginning
+        (recurrent, ([array(128, 128)] * 4, array(64, 64, 128)), by_jax(0.32, 0.4)),  # 0.34
     ],
 )
 def test_a_gpu_has_no_zeros_from_the_beginning_on(step: Callable, args: tuple, share: float) -> None:

@@ -3,8 +3,9 @@
 `target.py` is the `Target`, `gpus.py` and `tpus.py` have the tables of devices (a new one is an entry), `devices.py`
 finds the one that is meant. `compile.py` compiles for one, `remote.py`, `worker.py` and `export.py` do so in a child
 process for an absent device, `figures.py` is what a compiler says, `options.py` the compiler options that a rewritten
-step needs. `callbacks.py` replaces host callbacks in the copy that is compiled for an absent device; `communication.py`
-reads the collectives of compiled programs; `errors.py` has the errors.
+step needs. `callbacks.py` replaces host callbacks in the copy that is compiled for an absent device, `kernels.py` says
+for which GPU Pallas writes its kernels there; `communication.py` reads the collectives of compiled programs;
+`errors.py` has the errors.
 """
 
 from remat_opt.targets.compile import compile_lowered as compile_lowered

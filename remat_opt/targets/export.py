@@ -12,6 +12,7 @@ from jax.extend import core as extend_core
 
 from remat_opt.targets.callbacks import without_callbacks
 from remat_opt.targets.errors import ProgramNotPortable, TargetUnavailable
+from remat_opt.targets.kernels import for_absent_gpu
 from remat_opt.targets.target import Target
 from remat_opt.trace.avals import abstract
 
@@ -77,11 +78,11 @@ def export_flat(
     )
     jitted = jax.jit(lambda *values: list(fun(*values)), keep_unused=keep_unused, **divided)
     closed = jitted.trace(*arguments).jaxpr
-    note = ""
     portable = without_callbacks(closed)
+    note = "" if portable is closed else _WITHOUT_CALLBACKS
+    portable = for_absent_gpu(portable, target) if mesh is None else portable
     if portable is not closed:
         jitted = jax.jit(extend_core.jaxpr_as_fun(portable), keep_unused=keep_unused, **divided)
-        note = _WITHOUT_CALLBACKS
     # The same versions export and compile, so custom calls (Pallas kernels, linear algebra) need no stability promise.
     checks = [jax.export.DisabledSafetyCheck.custom_call("ALL")]
     try:

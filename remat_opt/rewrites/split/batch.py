@@ -75,8 +75,8 @@ class Batch:
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Of several candidates the highest is the batch: that of which most rows never leave their loop. (By the largest
-        loop alone the batch could be the places of a text, where the loss is between samples.) Where nothing gains, it
+        """Of several candidates the highest is the batch: that of which most bytes never leave their loop. (By the
+        largest loop alone it could be the places of a text, where the loss is between samples.) Where nothing gains, it
         is what most rows are made of."""
         held = sum(self.stages.held_bytes(loop) for loop in range(1, self.stages.loops + 1))
         return held - self.stages.handed_on_bytes if self.can_be_split else 0, len(self.stages.in_loops)
