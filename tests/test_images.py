@@ -37,9 +37,8 @@ def test_a_bias_and_filters_are_none() -> None:
 
 
 def test_what_is_cut_of_an_image_is_one_and_what_only_has_four_axes_is_not() -> None:
-    found = images(
-        lambda x, w, other: (convolve(x, w)[:, :4, :5], jnp.sin(other)), X, FILTERS, X.update(shape=(9,) * 4)
-    )
+    other = X.update(shape=(9,) * 4)
+    found = images(lambda x, w, other: (convolve(x, w)[:, :4, :5], jnp.sin(other)), X, FILTERS, other)
     assert found == {X.shape, (8, 16, 16, 6), (8, 4, 5, 6)}
 
 
