@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 import remat_opt
 from remat_opt import checkpoint
+from remat_opt.planner.checkpoint_planning import steps_at_a_time
 from remat_opt.targets import resolve_target
 
 LAYERS, BATCH, WIDTH = 6, 16, 64  # a carry is a page of memory, which is the least that moves
@@ -147,6 +149,76 @@ def test_a_budget_recomputes_no_more_than_it_has_to() -> None:
         (True, False),
         (True, True),
     ]
+
+
+# Chunks of steps
+
+
+def rollout(length: int, reverse: bool = False) -> Callable:
+    """A state that is larger than what a step reads, with results and a counter of each step."""
+
+    def step(carry, x):
+        state, count = carry
+        state = jnp.sin(state) + 0.1 * x
+        return (state, count + 1), (state[0, 0], count)
+
+    def loss(rates: jax.Array, state: jax.Array) -> jax.Array:
+        (state, _), (firsts, counts) = jax.lax.scan(step, (state, 0), rates[:length], reverse=reverse)
+        return (state**2).mean() + (firsts * counts).sum()
+
+    return loss
+
+
+def rollout_data(length: int) -> tuple[jax.Array, jax.Array]:
+    return jnp.linspace(0, 1, length), data()[1]
+
+
+@pytest.mark.short
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [1, 2, 61, 64])  # of 61 steps some are left
+def test_values_of_chunks(length: int, reverse: bool) -> None:
+    loss, args = rollout(length, reverse), rollout_data(length)
+    assert_close(checkpoint(loss)(*args), loss(*args))
+    for transform in (TRANSFORMS["jit of grad"], TRANSFORMS["jvp of grad"]):
+        assert_close(transform(checkpoint(loss))(*args), transform(loss)(*args))
+
+
+@pytest.mark.short
+def test_what_is_kept_grows_like_the_root_of_a_loops_length() -> None:
+    def kept_bytes(fun: Callable, length: int) -> int:
+        return sum(x.nbytes for x in jax.tree.leaves(jax.vjp(fun, *rollout_data(length))[1]))
+
+    ours = {length: kept_bytes(checkpoint(rollout(length)), length) for length in (100, 400)}
+    assert ours[100] <= 0.2 * kept_bytes(rollout(100), 100)
+    assert ours[400] <= 2.1 * ours[100]
+    plan = checkpoint(rollout(400)).plan(*rollout_data(400))
+    assert "some of them at a time" in plan.note
+    assert 0 < plan.predicted.extra_flops <= 0.5 * plan.predicted.flops
+    assert checkpoint(rollout(400), plan=plan).plan(*rollout_data(400)).note == plan.note
+
+
+def test_a_gpu_trains_a_long_recurrence_in_a_fraction_of_what_its_steps_start_from() -> None:
+    def step(weight, state, x):
+        return jnp.tanh(state @ weight) * jax.nn.sigmoid(state + x), None
+
+    def loss_of(step: Callable, weight: jax.Array, xs: jax.Array) -> jax.Array:
+        return (jax.lax.scan(partial(step, weight), jnp.zeros((512, 128)), xs)[0] ** 2).mean()
+
+    args = jax.ShapeDtypeStruct((128, 128), jnp.float32), jax.ShapeDtypeStruct((400, 128), jnp.float32)
+
+    def temp_bytes(loss: Callable) -> int:
+        return remat_opt.measure(jax.jit(jax.grad(loss)), *args, target="h200").plain.temp_bytes
+
+    by_hand, ours = partial(loss_of, jax.checkpoint(step)), checkpoint(partial(loss_of, step), target="h200")
+    assert temp_bytes(ours) < 0.2 * temp_bytes(by_hand)
+
+
+@pytest.mark.parametrize(
+    ("length", "carried", "kept", "steps"),
+    [(100, 1, 1, 10), (100, 4, 1, 20), (12, 1, 30, 1), (1000, 1, 6, 10), (1, 1, 1, 1), (0, 1, 1, 1), (101, 1, 1, 10)],
+)
+def test_how_many_steps_are_recomputed_at_a_time(length: int, carried: int, kept: int, steps: int) -> None:
+    assert steps_at_a_time(length, carried, kept) == steps
 
 
 def test_a_plan_of_loops_is_obeyed() -> None:

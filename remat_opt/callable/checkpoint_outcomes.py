@@ -21,11 +21,13 @@ class Outcome(NamedTuple):
         layout: the segments that are written, where there are several.
         is_one_region: without a layout: whether all of it stands under one `jax.checkpoint`, or runs as it is.
         loops: what becomes of the loops in it.
+        steps: for each of them, how many steps are recomputed at a time; empty for one in all.
     """
 
     layout: Layout | None
     is_one_region: bool
     loops: Loops = Loops.AS_GIVEN
+    steps: tuple[int, ...] = ()
 
 
 ONE_REGION = Outcome(None, is_one_region=True)

@@ -24,13 +24,19 @@ from remat_opt.callable.resolving import resolve
 from remat_opt.callable.static_arguments import statics_of
 from remat_opt.callable.warning import RematWarning, callers_level
 from remat_opt.emit.checkpoint import array_of, evaluate, write_segments
-from remat_opt.planner.checkpoint_planning import CheckpointDecision, choose_form, choose_names, settings_of_bodies
+from remat_opt.planner.checkpoint_planning import (
+    CheckpointDecision,
+    choose_form,
+    choose_names,
+    settings_of_bodies,
+    steps_at_a_time,
+)
 from remat_opt.planner.plan import Plan
 from remat_opt.planner.segmentation import Differentiated, Loops, differentiate, jax_differentiates
 from remat_opt.planner.settings import Settings, check_offload, check_settings
 from remat_opt.report.explain import Explanation, explain
 from remat_opt.rewrites.captured import Captured, capture_traced
-from remat_opt.rewrites.loop_bodies import Body, as_body, has_loops, with_bodies
+from remat_opt.rewrites.loop_bodies import Body, as_body, body_of, has_loops, kept_of_a_step, loops_of, with_bodies
 from remat_opt.targets import Target, resolve_target
 from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
@@ -207,7 +213,7 @@ class _Checkpointed:
         prevent_cse = self.prevent_cse_of(len(captured.closed_over), dynamic, rest)
         outcome = self.outcome(captured)
         # The function itself is not run again: it may update what it closes over.
-        program = self.in_form(captured.program, outcome.loops)
+        program = self.in_form(captured.program, outcome.loops, outcome.steps)
         as_it_is = functools.partial(_as_it_is, program)
         if outcome.layout is not None:
             _warn_of_remat3()
@@ -287,31 +293,49 @@ class _Checkpointed:
         if not forms:
             return ONE_REGION
         decision = choose_form(forms, self.settings)
-        return Outcome(decision.layout, decision.is_one_region, decision.differentiated.loops)
+        form = decision.differentiated
+        return Outcome(decision.layout, decision.is_one_region, form.loops, form.steps)
 
     def forms(self, program: Program) -> list[Differentiated]:
         """The function with its backward pass, with its loops in their forms; none where it has no derivative."""
         target = self.checked_target()
         moves = self.settings.offload and target.host_bandwidth is not None
-        forms, body = [Loops.AS_GIVEN], self.body
-        if has_loops(program):
-            # What a loop inside another one keeps is there for one step of that one.
-            forms += [Loops.RECOMPUTED, *([Loops.ON_HOST] if moves and body is None else [])]
+        forms: list[tuple[Loops, tuple[int, ...]]] = [(Loops.AS_GIVEN, ())]
+        body = self.body
+        # The steps of a chunk, which is recomputed, would run a third time.
+        if has_loops(program) and (body is None or body.steps == 1 or self.settings.budget.at_any_cost):
+            forms.append((Loops.RECOMPUTED, ()))
+            steps = self.steps_of_chunks(program)
+            if any(count > 1 for count in steps):
+                forms.append((Loops.IN_CHUNKS, steps))
+            if moves and body is None:  # what a loop inside another one keeps is there for one step of that one
+                forms.append((Loops.ON_HOST, ()))
         elif moves and body is None:
             body = as_body(program)
             if body is None:
                 self.warn("nothing goes to the host: there is no loop in it, and it hands no large array on")
         found = []
-        for loops in forms:
-            written = self.in_form(program, loops)
+        for loops, steps in forms:
+            written = self.in_form(program, loops, steps)
             form = differentiate(written, target, keep_checkpoints=self.settings.keep_user_checkpoints)
             if form is None:
                 return []
             given = found[0] if found else None
-            found.append(dataclasses.replace(form, loops=loops, body=body, given=given))
+            found.append(dataclasses.replace(form, loops=loops, steps=steps, body=body, given=given))
         return found
 
-    def in_form(self, program: Program, loops: Loops) -> Program:
+    def steps_of_chunks(self, program: Program) -> tuple[int, ...]:
+        """For each loop how many steps are recomputed at a time where they are recomputed in chunks."""
+        keep, found = self.settings.keep_user_checkpoints, []
+        for loop in loops_of(program, keep_checkpoints=keep):
+            length = loop.params["length"]
+            carried = body_of(loop).kept_bytes // max(length, 1)
+            # At any cost the steps of a chunk are recomputed one by one.
+            kept = carried if self.settings.budget.at_any_cost else kept_of_a_step(loop)
+            found.append(steps_at_a_time(length, carried, kept))
+        return tuple(found)
+
+    def in_form(self, program: Program, loops: Loops, steps: tuple[int, ...]) -> Program:
         """A program whose loops' bodies stand under `checkpoint`, too."""
         if loops is Loops.AS_GIVEN:
             return program
@@ -321,7 +345,8 @@ class _Checkpointed:
         def under_checkpoint(step: Callable, body: Body) -> _Checkpointed:
             return _Checkpointed(compat.JitDescription(step, {}, is_plain=True), settings, prevent_cse, body)
 
-        return with_bodies(program, under_checkpoint, keep_checkpoints=self.settings.keep_user_checkpoints)
+        keep = self.settings.keep_user_checkpoints
+        return with_bodies(program, under_checkpoint, keep_checkpoints=keep, steps=steps)
 
     def warn(self, message: str) -> None:
         name = getattr(self.fun, "__qualname__", None) or repr(self.fun)

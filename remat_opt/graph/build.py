@@ -15,6 +15,7 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.tiles import padded_bytes
+from remat_opt.graph.views import views_of
 from remat_opt.rewrites.pooling import by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
@@ -24,10 +25,9 @@ from remat_opt.trace.flops import devices_of, flops_of
 from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, can_recompute, inline
 from remat_opt.trace.platforms import GPUS
-from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, PERMUTING, REDUCTION
+from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, PERMUTING, REDUCTION, WITH_BODIES
 from remat_opt.trace.workspaces import workspace_of
 
-WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})  # of whose bodies one runs at a time
 _TIMED_BY_BODIES = WITH_BODIES | {compat.remat_p}
 _UNKNOWN = BodyFigures()
 _DEFAULT = jax.lax.Precision.DEFAULT
@@ -79,16 +79,21 @@ def build(
     if platform == "tpu":
         program = by_slices(program, _shares_tiles(program))
     masks = masks_of_bits(program) if platform == "cpu" else frozenset()
-    read = _read_ops(program, rates, platform, masks)
+    views = views_of(program, platform)
+    read = _read_ops(program, rates, platform, masks, views)
     equation_of, constant_equations = read.equation_of, program.constant
     unfused = Graph(
         sizes=tuple(bytes_of(aval) for aval in program.avals),
         ops=tuple(read.ops),
         inputs=(*program.inputs, *(value for value, _ in program.constants)),
         outputs=tuple(
-            dict.fromkeys(x for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations)
+            dict.fromkeys(
+                views.get(x, x) for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations
+            )
         ),
-        aliases=aliases_of(program, donated, constant_equations),
+        aliases=tuple(
+            (given, views.get(output, output)) for given, output in aliases_of(program, donated, constant_equations)
+        ),
         constants=frozenset(constant_equations),
         host=frozenset(value for value, aval in enumerate(program.avals) if not is_on_device(aval)),
     )
@@ -110,7 +115,7 @@ def build(
         fusion.graph,
         program,
         tuple(equation_of[op] for op in fusion.op_of),
-        {**constant_equations, **read.turned, **virtual},
+        {**constant_equations, **read.views, **virtual},
         platform,
         program.opaque | fusion.sums | masks,
     )
@@ -120,17 +125,17 @@ class _ReadOps(NamedTuple):
     """The ops of a program before any of them are fused.
 
     Attributes:
-        ops: one for each equation that is neither a constant nor a kernel's reversal.
+        ops: one for each equation that makes neither a constant nor a view.
         equation_of: for each op its equation.
-        turned: equations that reverse a kernel for convolutions alone, by the values they make.
+        views: equations that make what is read as another value, see `views_of`, by the values they make.
     """
 
     ops: list[Op]
     equation_of: list[int]
-    turned: dict[int, int]
+    views: dict[int, int]
 
 
-def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[int]) -> _ReadOps:
+def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[int], views: dict[int, int]) -> _ReadOps:
     """Read each equation as the platform's compiler does.
 
     Args:
@@ -138,19 +143,19 @@ def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[in
         rates: FLOP/s and bytes/s of the target.
         platform: as of `build`.
         masks: values that are stored, with all that they are made of fused into them.
+        views: see `views_of`.
     """
     read = _ReadOps([], [], {})
     known = dict(program.bodies)
-    kernels = _turned_kernels(program) if platform in GPUS else {}
     bodies = Bodies(rates)
     for index, equation in enumerate(program.equations):
         if any(value in program.constant for value in equation.outputs):
             continue
-        if kernels.keys() & equation.outputs:
-            read.turned.update(dict.fromkeys(equation.outputs, index))
+        if views.keys() & equation.outputs:
+            read.views.update(dict.fromkeys(equation.outputs, index))
             continue
         op = op_of(program, equation, rates)
-        inputs = tuple(dict.fromkeys(kernels.get(value, value) for value in op.inputs)) if kernels else op.inputs
+        inputs = tuple(dict.fromkeys(views.get(value, value) for value in op.inputs)) if views else op.inputs
         inside, in_bodies = known.get(equation.outputs[0], _UNKNOWN) if equation.outputs else _UNKNOWN
         if inside is None:
             inside = workspace_of_loops(equation.primitive, equation.params, bodies)
@@ -167,23 +172,6 @@ def _read_ops(program: Program, rates: Rates, platform: str, masks: frozenset[in
         read.ops.append(op)
         read.equation_of.append(index)
     return read
-
-
-def _turned_kernels(program: Program) -> dict[int, int]:
-    """For each kernel that is reversed for convolutions alone the kernel as it was.
-
-    XLA's GPU compiler sees that a convolution is the gradient of one where the kernel's reversal is its operand. Of a
-    kernel that was reversed on the other side of a barrier it would write the image with the stride's zeros.
-    """
-    turned = {e.outputs[0]: e.inputs[0] for e in program.equations if e.primitive is P.rev_p}
-    other = {value for value in program.outputs if isinstance(value, int)}
-    for equation in program.equations:
-        other.update(x for at, x in enumerate(equation.inputs) if isinstance(x, int) and not _is_kernel(equation, at))
-    return {value: kernel for value, kernel in turned.items() if isinstance(kernel, int) and value not in other}
-
-
-def _is_kernel(equation: Equation, operand: int) -> bool:
-    return equation.primitive is P.conv_general_dilated_p and operand == 1
 
 
 def op_of(program: Program, equation: Equation, rates: Rates) -> Op:

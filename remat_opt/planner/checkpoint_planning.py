@@ -14,6 +14,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterable
 
+import numpy as np
+
 from remat_opt.emit.checkpoint import Layout, is_repeatable
 from remat_opt.graph.derive import Choice
 from remat_opt.planner.budget import Budget, parse_budget
@@ -33,6 +35,7 @@ _FEW_NAMES = 5
 _OF_STRETCHES = ("hong", "rotor")
 _MORE_MEMORY = (1.1, 1.2, 1.35)
 _LOWER = 0.9
+_ABOUT_LEAST = 1.1
 _SEARCHES = 6  # to find the least time whose residuals fit a budget
 
 
@@ -112,6 +115,23 @@ def _noted(found: CheckpointDecision) -> CheckpointDecision:
     if said in note:  # as in a plan that the user gave
         return found
     return dataclasses.replace(found, decision=found.decision.with_plan(note="; ".join(filter(None, (said, note)))))
+
+
+def steps_at_a_time(length: int, carried: int, kept: int) -> int:
+    """How many steps of a loop to recompute together, so that the carries that the chunks start from and what the steps
+    of one chunk keep take the least bytes (Chen et al. 2016, section 4.1, with residuals unlike carries).
+
+    Args:
+        length: steps of the loop.
+        carried: bytes of its carry.
+        kept: bytes that one step of a chunk keeps for its backward pass.
+    """
+    steps = np.arange(1, max(length, 1) + 1)
+    needed = -(-length // steps) * carried + steps * kept
+    good = steps[needed <= _ABOUT_LEAST * needed.min()]
+    whole = good[length % good == 0]  # no chunk is left, whose inputs are copied
+    among = whole if len(whole) else good
+    return int(among[np.argmin(needed[among - 1])])
 
 
 def settings_of_bodies(settings: Settings, *, offload: bool) -> Settings:

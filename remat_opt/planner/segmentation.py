@@ -34,6 +34,7 @@ class Loops(enum.Enum):
 
     AS_GIVEN = ""
     RECOMPUTED = "each step of its loops is computed again in the backward pass"
+    IN_CHUNKS = "the steps of its loops are computed again in the backward pass, some of them at a time"
     ON_HOST = "each step of its loops is computed again from what it starts from, which lies in the host's memory"
 
 
@@ -48,6 +49,7 @@ class Differentiated:
         cotangents: the joint program's inputs that are cotangents.
         body: of a loop's body, which runs many times before its backward pass begins; None for other functions.
         loops: what became of the loops in it.
+        steps: for each of its loops, how many steps are recomputed at a time; empty for one in all.
         given: the same function with its loops as they were given; None where it is that.
     """
 
@@ -57,6 +59,7 @@ class Differentiated:
     cotangents: frozenset[int]
     body: Body | None = None
     loops: Loops = Loops.AS_GIVEN
+    steps: tuple[int, ...] = ()
     given: Differentiated | None = None
 
     @property

@@ -43,3 +43,5 @@ EXPENSIVE = named(
     "acos acosh asin asinh atan atan2 atanh cbrt cosh erf erf_inv erfc exp exp2 expm1 log log1p logistic pow rsqrt "
     "sinh sqrt tanh"
 )
+# Of whose bodies one runs at a time.
+WITH_BODIES = frozenset({P.scan_p, P.while_p, P.cond_p, compat.shard_map_p})
