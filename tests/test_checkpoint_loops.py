@@ -191,6 +191,9 @@ def test_what_cannot_move_is_said() -> None:
     with pytest.warns(remat_opt.RematWarning, match="nothing goes to the host"):
         on_cpu = checkpoint(loss, target="cpu", offload=True).plan(*data())
     assert "host" not in on_cpu.note
+    with pytest.warns(remat_opt.RematWarning, match="nothing goes to the host") as told:
+        checkpoint(loss, target="cpu", offload=True)(*data())
+    assert len(told) == 1
     without_loops = lambda w, x: jnp.mean(layer(x, w)[0] ** 2)  # noqa: E731
     with pytest.warns(remat_opt.RematWarning, match="there is no loop in it"):
         alone = checkpoint(without_loops, **OFFLOAD).plan(data()[0][0], data()[1])
