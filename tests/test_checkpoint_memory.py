@@ -138,6 +138,7 @@ def test_more_budget_is_never_slower_and_bytes_are_as_fractions(args: Any) -> No
     extra = [plan.predicted.extra_seconds for plan in plans]
     assert all(more <= less for less, more in itertools.pairwise(extra))
     assert extra[-1] == 0
+    assert len({*extra}) == len(extra)  # all of a budget is used
     assert remat_opt.checkpoint(loss, budget="1GB").plan(*args).predicted.extra_seconds == 0
     assert checkpoints_in(remat_opt.checkpoint(loss, budget="1GB"), *args) == 0
     assert remat_opt.checkpoint(loss, budget="300kB").plan(*args).predicted.extra_seconds > 0

@@ -17,6 +17,7 @@ from remat_opt.loops.pairs import find_pairs
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.update import find_update
 from remat_opt.trace import compat
+from remat_opt.trace.scopes import recomputed_in
 
 layers = functools.partial(models.over_layers, models.block, tx=optax.adamw(1e-2))
 
@@ -64,6 +65,26 @@ def test_what_a_chunk_of_two_steps_kept_of_its_first_waits_for_its_cotangents():
     choice = LoopChoice(chunk=2, in_chunk=held, earlier=(Chunks((pair.length - 2) // 2, 2, held),))
     written = as_jaxpr(rewrite_loops(found.program, (pair,), [(0, choice)], aliases))
     assert set(readers_of_single_slices(written)) == {compat.barrier_p}
+
+
+def bodies_with_recomputation(equations):
+    """How many bodies of loops have equations of their own in the name scope of what is recomputed."""
+    found = 0
+    for equation in equations:
+        for body in map(compat.bare_jaxpr, compat.jaxprs_in(equation.params)):
+            found += any(recomputed_in(str(one.source_info.name_stack)) for one in body.eqns)
+            found += bodies_with_recomputation(body.eqns)
+    return found
+
+
+@pytest.mark.parametrize(("chunk", "bodies"), [(None, 1), (3, 3)])
+def test_what_is_recomputed_is_named_in_reverse_steps_and_in_the_forward_ones_of_chunks(chunk, bodies):
+    """By the names collectives of the compiled program are known to be repeated."""
+    found, _, aliases = captured(layers)
+    program = dataclasses.replace(found.program, marks="")  # as of a step that is divided among devices
+    (pair,) = find_pairs(program).pairs
+    written = rewrite_loops(program, (pair,), [(0, LoopChoice(chunk=chunk))], aliases)
+    assert bodies_with_recomputation(written.equations) == bodies
 
 
 @pytest.mark.parametrize("marks", [None, ""])

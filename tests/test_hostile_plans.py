@@ -180,6 +180,19 @@ LOOPS = {
 }
 
 
+@pytest.mark.parametrize(
+    "earlier",
+    [(Chunks(1, 2),) * 4, (Chunks(3, 2), Chunks(2, 3))],
+    ids=["four kinds of few steps", "two kinds of all steps"],
+)
+def test_chunks_that_a_loop_has_no_room_for_are_refused(earlier: tuple[Chunks, ...]) -> None:
+    of_loop = optimize(scanned, verify=False).plan(STACK, SMALL)
+    assert len(STACK) == LAYERS == 12
+    damaged = dataclasses.replace(of_loop, loops=((0, LoopChoice(chunk=1, earlier=earlier)),))
+    with pytest.raises(PlanError, match="expected at most 3 kinds of chunks before the last, in 12 steps"):
+        optimize(scanned, plan=damaged)(STACK, SMALL)
+
+
 @pytest.fixture(scope="module")
 def documents(plan: Plan) -> list[tuple[Any, tuple, dict]]:
     """Steps with their arguments, and plans of them as documents."""

@@ -3,6 +3,7 @@
 Peaks are those of the derived schedule in the one liveness model, never the recurrence's own figure.
 """
 
+import dataclasses
 import itertools
 import math
 import random
@@ -17,8 +18,10 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import simulate
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
+from remat_opt.search.cuts import Cuts, SegmentCosts
 from remat_opt.search.expensive import keep_expensive_results
 from remat_opt.search.problem import memory_first
+from remat_opt.search.segments import Option, Plan, choice_of
 
 STORED = [Kind.REDUCTION, Kind.CONTRACTION, Kind.OPAQUE]
 
@@ -199,3 +202,18 @@ def test_a_budget_below_the_least_gives_the_least_at_any_cost() -> None:
     one_pass, least = SOLVERS["auto"](problem, None), SOLVERS["auto"](problem, 1)
     assert least.peak < one_pass.peak  # nested: with more than one extra forward pass
     assert one_pass.extra_seconds <= 16 < least.extra_seconds
+
+
+@pytest.mark.parametrize(
+    ("option", "saved"), [(Option.KEEP, {1, 2, 3}), (Option.EXPENSIVE, {1, 3}), (Option.RECOMPUTE, {3})]
+)
+def test_an_option_saves_what_it_says(option: Option, saved: set[int]) -> None:
+    """A product, elementwise work and another product, of which the last result is read behind the cut."""
+    sketch = Sketch()
+    value = sketch.input(1)
+    for kind in (Kind.CONTRACTION, Kind.ELEMENTWISE, Kind.CONTRACTION):
+        value = sketch.op(value, size=1, kind=kind)
+    graph = dataclasses.replace(sketch.graph(sketch.op(value, size=1)), fused=True)
+    problem = Problem(graph)
+    costs = SegmentCosts(Cuts(graph, problem.order, 4, positions=[0, 3]), problem.plain.liveness)
+    assert choice_of(costs, problem.order, Plan((1,), (option,))).saved == saved

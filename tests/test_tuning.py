@@ -129,6 +129,18 @@ def test_what_does_not_keep_the_budget_does_not_run() -> None:
     assert len(found.plan.timings) == 1
 
 
+def test_a_fraction_is_one_of_the_plain_steps_memory() -> None:
+    planner, decision = planned(step, (PARAMS, X), budget=0.5, split=False)
+    figures = Figures(300, 0, 0, 0, 0, None, 0.0, "cpu", "", "", True)
+    of_plain = dataclasses.replace(decision.plan, plain_measured=dataclasses.replace(figures, temp_bytes=1000))
+    decision = dataclasses.replace(decision, plan=of_plain)
+    tuner = Tuner(planner, decision, RecordedTimer(figures, iter([1.0] * MOST_PLANS)), 60.0)
+    tuner.run()
+    within, beyond = (dataclasses.replace(figures, temp_bytes=bytes) for bytes in (500, 501))
+    assert tuner.fits(within)
+    assert not tuner.fits(beyond)
+
+
 def test_what_does_not_run_is_left_out_and_without_memory_nothing_is_tuned() -> None:
     found, _ = tuned(iter([1.0, None, 0.5, None, None, 0.6]))
     assert [one.seconds for one in found.plan.timings] == [1.0, 0.5, 0.6]
