@@ -18,7 +18,8 @@ Optimal over: the given order of first runs; ops that are repeatable and do not 
 at most once between two first runs; graphs whose values are all buffers (`Graph.fused`, as `build` makes them). On
 other graphs the virtual values are counted as buffers too, so that the answer is a valid schedule and no optimum.
 
-Gaps: tens of ops only (`MOST_OPS` at most). Under a time limit the answer depends on the machine; a warning says so.
+Limitations: tens of ops only (`MOST_OPS` at most). Under a time limit the answer depends on the machine; a warning says
+so.
 The `choice` of an answer names what stays, for reports; its schedule cannot be derived from it again, since an op may
 be repeated several times and apart from its neighbours.
 """

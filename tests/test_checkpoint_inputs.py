@@ -242,6 +242,26 @@ def test_a_callback_runs_once_and_python_runs_once() -> None:
     assert checkpoints_in(checkpoint(fun), *args) >= 2
 
 
+@pytest.mark.parametrize("budget", [None, 1], ids=["a layer", "a budget"])
+def test_the_note_says_what_may_not_run_twice(budget: int | None) -> None:
+    def fun(params, x, says):
+        y = network(params[:3], x)
+        if says:
+            jax.debug.callback(lambda _: None, y[0, 0])
+        return network(params[3:], y)
+
+    params, x = data()
+    notes, kept = [], []
+    for says in (False, True):
+        ours = checkpoint(functools.partial(fun, says=says), budget=budget)
+        notes.append(ours.plan(params, x).note)
+        kept.append(sum(one.nbytes for one in jax.tree.leaves(jax.vjp(ours, params, x)[1])))
+    assert "only its arguments are saved" in notes[0]
+    assert kept[0] <= sum(one.nbytes for one in jax.tree.leaves((params, x))) < kept[1]
+    assert "only its arguments are saved" not in notes[1]
+    assert "except for operations that may not run twice" in notes[1]
+
+
 # Forms
 
 

@@ -144,7 +144,7 @@ def test_no_more_is_kept_than_each_step_starts_from(name: str) -> None:
 
 def test_a_budget_recomputes_no_more_than_it_has_to() -> None:
     notes = [checkpoint(over_layers(layer), budget=budget, **OFFLOAD).plan(*data()).note for budget in (1.0, 0.5, 0.1)]
-    assert [("computed again" in note, "host" in note) for note in notes] == [
+    assert [("each step of its loops is recomputed" in note, "host" in note) for note in notes] == [
         (False, False),
         (True, False),
         (True, True),
@@ -210,12 +210,12 @@ def test_a_gpu_trains_a_long_recurrence_in_a_fraction_of_what_its_steps_start_fr
         return remat_opt.measure(jax.jit(jax.grad(loss)), *args, target="h200").plain.temp_bytes
 
     by_hand, ours = partial(loss_of, jax.checkpoint(step)), checkpoint(partial(loss_of, step), target="h200")
-    assert temp_bytes(ours) < 0.2 * temp_bytes(by_hand)
+    assert temp_bytes(ours) < 0.25 * temp_bytes(by_hand)
 
 
 @pytest.mark.parametrize(
     ("length", "carried", "kept", "steps"),
-    [(100, 1, 1, 10), (100, 4, 1, 20), (12, 1, 30, 1), (1000, 1, 6, 10), (1, 1, 1, 1), (0, 1, 1, 1), (101, 1, 1, 10)],
+    [(100, 1, 1, 10), (100, 4, 1, 20), (12, 1, 30, 1), (1000, 1, 6, 10), (1, 1, 1, 1), (0, 1, 1, 1), (101, 1, 1, 8)],
 )
 def test_how_many_steps_are_recomputed_at_a_time(length: int, carried: int, kept: int, steps: int) -> None:
     assert steps_at_a_time(length, carried, kept) == steps
@@ -263,6 +263,9 @@ def test_what_cannot_move_is_said() -> None:
     with pytest.warns(remat_opt.RematWarning, match="nothing goes to the host"):
         on_cpu = checkpoint(loss, target="cpu", offload=True).plan(*data())
     assert "host" not in on_cpu.note
+    with pytest.warns(remat_opt.RematWarning, match="nothing goes to the host") as told:
+        checkpoint(loss, target="cpu", offload=True)(*data())
+    assert len(told) == 1
     without_loops = lambda w, x: jnp.mean(layer(x, w)[0] ** 2)  # noqa: E731
     with pytest.warns(remat_opt.RematWarning, match="there is no loop in it"):
         alone = checkpoint(without_loops, **OFFLOAD).plan(data()[0][0], data()[1])

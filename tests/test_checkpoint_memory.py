@@ -283,7 +283,7 @@ def test_at_any_cost_segments_stand_in_segments() -> None:
     assert_close(jax.jit(jax.grad(least))(params, x), jax.jit(jax.grad(deep))(params, x))
 
 
-@pytest.mark.filterwarnings("ignore:remat_opt. under jax_remat3")
+@pytest.mark.filterwarnings("ignore:remat_opt. with jax_remat3")
 def test_remat3_saves_where_it_pins_the_cotangents(args: Any) -> None:
     jax.config.update("jax_remat3", True)
     try:

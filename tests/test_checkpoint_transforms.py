@@ -211,7 +211,7 @@ def remat3():
     jax.config.update("jax_remat3", before)
 
 
-@pytest.mark.filterwarnings("ignore:remat_opt. under jax_remat3")
+@pytest.mark.filterwarnings("ignore:remat_opt. with jax_remat3")
 @pytest.mark.parametrize(
     "transform", ["call", "grad", "jit of grad", "jvp", "vmap", "grad of vmap", "in scan", "linearize"]
 )
@@ -232,7 +232,7 @@ def test_remat3_warns_where_it_saves_little(remat3: None, recwarn: pytest.Warnin
         assert told[0].filename == __file__
 
 
-@pytest.mark.filterwarnings("ignore:remat_opt. under jax_remat3")
+@pytest.mark.filterwarnings("ignore:remat_opt. with jax_remat3")
 def test_remat3_checkpoints_of_the_user_are_replaced_or_kept(remat3: None) -> None:
     def with_layers(wrap: Callable, params: Any, x: Any) -> Any:
         for _ in range(4):

@@ -161,7 +161,7 @@ def test_a_budget_below_the_state_is_refused_with_what_it_needs() -> None:
     [
         ({"budget": 0.5}, ValueError, r"expected a budget in bytes, .*got 0\.5"),
         ({"budget": "min"}, ValueError, "expected a budget in bytes, .*got 'min'"),
-        ({"budget": None}, ValueError, "expected a budget in bytes, for cpu has no memory of its own"),
+        ({"budget": None}, ValueError, "expected a budget in bytes, got None, and cpu has no memory of its own"),
         ({"budget": "20 bananas"}, ValueError, "expected a budget such as"),
         ({"multiple_of": 0}, ValueError, "whole number of at least 1, got 0"),
         ({"multiple_of": -8}, ValueError, "whole number of at least 1, got -8"),

@@ -214,9 +214,9 @@ def test_sums_are_carried_in_float32_and_integers_exactly() -> None:
 def test_what_meets_the_whole_batch_is_named() -> None:
     batch = find_batch(program_of(sgd(centred), p(), x()))
     assert batch is not None
-    assert any("centred" in place_of(one) for one in batch.meetings)
+    assert any("centred" in place_of(one) for one in batch.reductions_used_by_rows)
     one_loop = find_batch(program_of(sgd(masked), p(), x(), x()[:, 0]))
     assert one_loop is not None
-    assert not one_loop.meetings
+    assert not one_loop.reductions_used_by_rows
     metric = batch_along(program_of(metrics, p(3, WIDTH, 7), x()), 1, 0)
-    assert {one.primitive.name for one in metric.ends} >= {"sort", "rev"}
+    assert {one.primitive.name for one in metric.whole_batch_readers} >= {"sort", "rev"}

@@ -78,7 +78,7 @@ def test_three_steps_in_chunks_end_at_the_same_parameters(name: str, monkeypatch
         batch = prepared_of(case.step, args, kwargs).batch
         assert batch is not None
         assert batch.rows == rows
-        assert bool(batch.meetings) == (name == "gan")
+        assert bool(batch.reductions_used_by_rows) == (name == "gan")
         leaves = [leaf for leaf in jax.tree.leaves((args, kwargs)) if isinstance(leaf, jax.Array)]
         expected = three_steps(batch.program, leaves)
         for chunks in {3, rows}.intersection(batch.numbers):

@@ -41,7 +41,7 @@ class Outcomes:
         self.lock = threading.RLock()
 
     def get(self, key: Any, decide: Callable[[], Outcome], plan: Plan | None) -> Outcome:
-        """The outcome for a key. The plan is held, so that its id, which is part of the key, stays its own."""
+        """The outcome for a key. The entry holds the plan so that its `id`, which is part of the key, is not reused."""
         with self.lock:
             if key not in self.found:
                 self.found[key] = decide(), plan

@@ -64,9 +64,9 @@ def checkpoint(
 
     Args:
         fun: as for `jax.checkpoint`, or what `remat_opt.optimize` takes. Without it, a decorator with these options.
-        budget: None for the least memory, `"min"` for the least at any cost; or, for the least extra time, how many
-            bytes of residuals one call keeps between its forward and its backward pass, besides arguments and results:
-            an int, text as "800MB", or a float in (0, 1], a share of those without checkpoints.
+        budget: None: minimum memory. `"min"`: minimum memory at any cost. Otherwise a limit on the residuals that one
+            call saves between forward and backward (arguments and results not counted), met with the least extra time:
+            bytes (an int, or text as "800MB"), or a fraction in (0, 1] of the residuals without checkpoints.
         target: the device to plan for ("h200", "v5e", …); default: the attached backend.
         solver: name of the search. "auto" takes the best of those whose plans `jax.checkpoint` can express.
         plan: a plan of the same function, as `.plan(*args)` gives it, to use instead of searching.
@@ -76,8 +76,8 @@ def checkpoint(
         static_argnums: positions of arguments that decide what is traced; they need not be hashable.
         static_argnames: the same by name.
         keep_user_names: respect `jax.checkpoint` and `checkpoint_name` inside the function; by default, both go.
-        offload: what each step of a `lax.scan` starts from may lie in the host's memory until the backward pass: of
-            loops in the function, or of the function itself as the body of one.
+        offload: let the carry of each `lax.scan` step stay in the host's memory until the backward pass. A function
+            without loops is itself treated as a loop body.
 
     Returns:
         A function as `fun`, with `.plan(*args)` and `.explain(*args)`, also of `jax.ShapeDtypeStruct`s.
@@ -115,7 +115,7 @@ def _given_statics(static_argnums: int | Sequence[int], static_argnames: str | I
 
 
 def _recomputing(checkpointed: _Checkpointed | UnderPolicy) -> Callable:
-    """The function that stands for the one given, which the transforms of JAX apply to as to any function."""
+    """A plain function in place of the user's, so that every JAX transform applies to it."""
 
     @functools.wraps(checkpointed.fun)
     def recomputing(*args, **kwargs):
@@ -140,9 +140,9 @@ def policy(
         names, policy = remat_opt.policy(loss_fn, params, batch, budget=0.3)
         loss_fn = jax.checkpoint(loss_fn, policy=policy)
 
-    Predicted for one `jax.checkpoint` round the function, with the recomputation of what lies between two saved names
-    done when its cotangents are due. Compilers may do more of it at once: `remat_opt.checkpoint` divides the function
-    so that they cannot.
+    The prediction assumes one `jax.checkpoint` around the function, and that values between two saved names are
+    recomputed when their cotangents are needed. A compiler may recompute more at once; `remat_opt.checkpoint` divides
+    the function to prevent that.
 
     Args:
         fun: a function with names in it, as for `checkpoint`.
@@ -212,7 +212,7 @@ class _Checkpointed:
         leaves = [*captured.closed_over, *leaves]
         prevent_cse = self.prevent_cse_of(len(captured.closed_over), dynamic, rest)
         outcome = self.outcome(captured)
-        # The function itself is not run again: it may update what it closes over.
+        # Evaluate the traced program instead of calling the function again, which may update what it closes over.
         program = self.in_form(captured.program, outcome.loops, outcome.steps)
         as_it_is = functools.partial(_as_it_is, program)
         if outcome.layout is not None:
@@ -226,7 +226,7 @@ class _Checkpointed:
         return jax.tree.unflatten(traced.out_tree, results)
 
     def prevent_cse_of(self, closed_over: int, args: tuple, kwargs: dict) -> bool | tuple[bool, ...]:
-        """For each leaf of a call whether it is read behind a barrier; not those that are closed over, as in JAX."""
+        """`prevent_cse` for each leaf of a call; False for closed-over values, as in JAX."""
         if isinstance(self.prevent_cse, bool):
             return self.prevent_cse
         arguments = (args, kwargs) if kwargs else args
@@ -269,8 +269,8 @@ class _Checkpointed:
         settings = self.settings
         target = self.checked_target()
         asked = (target, settings.solver, settings.asked_budget, settings.keep_user_checkpoints, id(settings.plan))
-        asked = (*asked, settings.offload, self.body)
-        return OUTCOMES.get((fingerprint(captured.program), *asked), lambda: self.decide(captured), settings.plan)
+        key = (fingerprint(captured.program), *asked, settings.offload, self.body)
+        return OUTCOMES.get(key, lambda: self.decide(captured, target), settings.plan)
 
     def checked_target(self) -> Target:
         target = resolve_target(self.settings.target)
@@ -279,15 +279,15 @@ class _Checkpointed:
             self.warn("nothing goes to the host: the memory of a CPU is the host's")
         return target
 
-    def decide(self, captured: Captured) -> Outcome:
+    def decide(self, captured: Captured, target: Target) -> Outcome:
         try:
-            forms = self.forms(captured.program)
+            forms = self.forms(captured.program, target)
         except Exception as error:
-            # Where JAX fails, too, it says so to whom it concerns: when somebody asks for the derivative.
+            # If JAX cannot differentiate it either, JAX raises when the derivative is taken: no warning is needed.
             if jax_differentiates(captured):
                 self.warn(
-                    f"reading its derivative failed: {type(error).__name__}: {error}; it stands under one "
-                    "jax.checkpoint. JAX differentiates it, so that this is a fault of remat_opt"
+                    f"differentiating it failed: {type(error).__name__}: {error}; it runs under one jax.checkpoint. "
+                    "JAX can differentiate it, so this is a bug in remat_opt"
                 )
             return ONE_REGION
         if not forms:
@@ -296,19 +296,19 @@ class _Checkpointed:
         form = decision.differentiated
         return Outcome(decision.layout, decision.is_one_region, form.loops, form.steps)
 
-    def forms(self, program: Program) -> list[Differentiated]:
+    def forms(self, program: Program, target: Target) -> list[Differentiated]:
         """The function with its backward pass, with its loops in their forms; none where it has no derivative."""
-        target = self.checked_target()
         moves = self.settings.offload and target.host_bandwidth is not None
         forms: list[tuple[Loops, tuple[int, ...]]] = [(Loops.AS_GIVEN, ())]
         body = self.body
-        # The steps of a chunk, which is recomputed, would run a third time.
+        # The steps of a chunk, which is recomputed as a whole, would run a third time.
         if has_loops(program) and (body is None or body.steps == 1 or self.settings.budget.at_any_cost):
             forms.append((Loops.RECOMPUTED, ()))
             steps = self.steps_of_chunks(program)
             if any(count > 1 for count in steps):
                 forms.append((Loops.IN_CHUNKS, steps))
-            if moves and body is None:  # what a loop inside another one keeps is there for one step of that one
+            # An inner loop's residuals live for only one step of the outer loop, so they are not offloaded.
+            if moves and body is None:
                 forms.append((Loops.ON_HOST, ()))
         elif moves and body is None:
             body = as_body(program)
@@ -356,7 +356,7 @@ class _Checkpointed:
         """The function with its backward pass in all its forms, for those who ask about it."""
         jitted, dynamic, rest = self.static.split(args, kwargs)
         _, captured = self.capture(jitted, dynamic, rest)
-        found = [] if captured.program.has_references else self.forms(captured.program)
+        found = [] if captured.program.has_references else self.forms(captured.program, self.checked_target())
         if not found:
             raise ValueError(
                 "expected a function with a derivative: floating point arguments and results, and no mutable references"
@@ -374,8 +374,9 @@ def _as_it_is(program: Program, *leaves: Any) -> list[Any]:
 @functools.cache
 def _warn_of_remat3_once() -> None:
     warnings.warn(
-        "remat_opt: under jax_remat3 this JAX ties recomputation to no cotangent, so that compilers may do it early: "
-        "results are right, little memory may be saved. Turn jax_remat3 off, or install jax 0.12 or newer",
+        "remat_opt: with jax_remat3, this version of JAX does not make recomputation wait for a cotangent, so "
+        "compilers may run it early: results are right, little memory may be saved. Turn jax_remat3 off, or install "
+        "jax 0.12 or newer",
         RematWarning,
         stacklevel=callers_level(),
     )

@@ -131,12 +131,13 @@ def check_batch_settings(
     asked = parse_budget(budget)
     if budget is None and device.memory_bytes is None:
         raise ValueError(
-            f'expected a budget in bytes, for {device.name} has no memory of its own, got None; write budget="8GB", say'
+            f'expected a budget in bytes, got None, and {device.name} has no memory of its own; write budget="8GB", say'
         )
     if budget is not None and asked.physical_bytes is None:
         raise ValueError(
-            f"expected a budget in bytes, as an int or as text, got {budget!r}: of a plain step with another batch "
-            'there is no fraction. Write budget="80GB", say, or None for all of the device\'s memory'
+            f"expected a budget in bytes, as an int or as text, got {budget!r}: a fraction has no fixed meaning, "
+            'because the plain step\'s memory changes with the batch. Write budget="80GB", say, or None for all of '
+            "the device's memory"
         )
     allowed = asked.physical_bytes or device.memory_bytes
     return check_settings(budget=allowed, target=target, solver="auto", verify=True, **options)

@@ -61,8 +61,7 @@ class Layout:
 
 
 def is_repeatable(equation: Equation) -> bool:
-    """Whether an equation may run again, or later: it has no effect, gives the same each time, and is between no
-    devices."""
+    """Whether an equation may run again, or later: it has no effects, is deterministic, and contains no collective."""
     if communicates(equation.primitive, equation.params):
         return False
     return not equation.effects and not is_stateful(equation.primitive, equation.params)
@@ -77,8 +76,8 @@ def write_segments(
         program: a function before differentiation, its custom derivative rules kept.
         layout: what becomes of its equations.
         arguments: one value for each input of the program.
-        prevent_cse: whether recomputation reads behind barriers; or for each argument whether it is read so, where
-            all that the program makes is.
+        prevent_cse: whether recomputation reads its inputs after a barrier. A sequence says it for each argument;
+            values that the program makes are then always read after one.
 
     Returns:
         One value for each output of the program.
@@ -126,7 +125,7 @@ class _Writer:
         return jax.checkpoint(self.run_from_host, policy=policy, prevent_cse=self.prevent_cse)(*arguments)
 
     def run_from_host(self, *arguments: Any) -> list[Any]:
-        """The names stand inside the region: what enters it is kept on the device."""
+        """Arguments are named inside the region, because a region's own inputs stay on the device."""
         named = zip(self.program.inputs, arguments, strict=True)
         on_host = self.layout.on_host
         return self.run_all([checkpoint_name(x, on_host[value]) if value in on_host else x for value, x in named])
@@ -169,8 +168,8 @@ class _Writer:
     def passing(self, segments: Sequence[Segment], at: int, environment: dict[int, Any]) -> list[int]:
         """Older values that the segments from here to the next recomputed one read: they pass through this segment.
 
-        So their cotangents, which are there when the segment is recomputed, are among those that it waits for. Else a
-        compiler may put off their last sums to where they are read, and keep all terms until then.
+        They are then among this segment's results, so recomputing this segment waits for their cotangents, too.
+        Otherwise a compiler may postpone the last sums of these cotangents and keep all terms until then.
         """
         fresh: dict[int, None] = {}
         for following in segments[at + 1 :]:

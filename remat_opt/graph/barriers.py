@@ -15,7 +15,7 @@ A compiler knows dependencies, not the schedule. There are five cases:
    in one run with it. The compiler stores them, although the derivative needs the activation's operand as well. Here
    only the activation reads the operand after a barrier; a derivative that reads the operand directly may overwrite it.
    (For a softmax storing costs nothing: its derivative needs only the exponential.)
-4. A expensive result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler
+4. An expensive result that is recomputed may be read by an elementwise kernel and again by a later kernel. The compiler
    may fuse it with the elementwise kernel, and its operand stays live until then. So that kernel reads it after a
    barrier.
 5. With copies to the host in the program, XLA's memory scheduler takes another order, in which a kernel of the forward
@@ -32,7 +32,8 @@ from remat_opt.graph.graph import Graph, Kind
 from remat_opt.graph.liveness import Buffer, Liveness
 from remat_opt.graph.schedule import Schedule
 
-# Parts of the peak: what a kernel reads must be worth a barrier, and without the order the peak must be in reach.
+# Fractions of the peak: a barrier is placed only for buffers of at least BARRIER_THRESHOLD, and (but in case 5) only
+# where live bytes without it could exceed NEAR_THE_PEAK.
 BARRIER_THRESHOLD = 0.02
 NEAR_THE_PEAK = 0.85
 LARGE = 0.1  # what elementwise work makes, so that a derivative of it is looked for
@@ -159,8 +160,9 @@ def _saved_in_time(
 def _separate_activations(
     graph: Graph, liveness: Liveness, recomputed: Collection[int], ops: Sequence[int], start: int
 ) -> dict[int, Barrier]:
-    """The activations of a run, or of the recomputed one before it, that are to read operands alone, by ops: those of
-    which a derivative near the peak, later in the run, needs the same expensive values and these operands, too."""
+    """Case 3: for each activation of this run, or of the recomputed run before it, the operands that it alone reads
+    after a barrier: large ones on which an op near the peak also does expensive arithmetic, and which are used so again
+    later."""
     last: dict[int, int] = {}
     derived: set[int] = set()
     for position, op in enumerate(ops, start):
@@ -283,8 +285,9 @@ class _BarriersOfRun:
         return loose if without_order > NEAR_THE_PEAK * self.liveness.peak else 0
 
     def freed_by(self, op: int, position: int) -> int:
-        """Bytes that the kernel is the last to read, and those that elementwise work made for this product: a compiler
-        makes them just before it, from what it may hold as well."""
+        """Bytes that stay live if the kernel is late: those that it is the last to read and, for a product, those that
+        elementwise work made for it. A compiler makes these just before the product, and may hold what they are made
+        of until then."""
         graph = self.graph
         last = self.dying.get(position, frozenset())
         return sum(
@@ -298,8 +301,8 @@ class _BarriersOfRun:
         return maker >= 0 and self.graph.ops[maker].kind is Kind.ELEMENTWISE
 
     def operand(self, op: int) -> int:
-        """The value by which the kernel waits: the largest that it reads and that is no argument (a barrier would copy
-        a donated one), those last that it may write its result over; −1 where there is none."""
+        """The operand that goes through the barrier: the largest that is not an argument (a barrier would copy a
+        donated one); operands the result may be written over only if there is no other. −1 where there is none."""
         made = [value for value in self.graph.ops[op].inputs if self.graph.producer[value] >= 0]
         over = self.graph.overwritable_by(self.graph.ops[op])
         return max(made, key=lambda value: (value not in over, self.graph.sizes[value], value), default=-1)

@@ -9,19 +9,19 @@ XLA fuses elementwise ops into their users, so that most values of a jaxpr are n
 3. A virtual value becomes a buffer if fusing it would move more bytes than storing it. With c readers and
    sources of R bytes, fusing reads c·R; storing a value of S bytes reads R, writes S, and reads c·S. A compiler weighs
    the same two (XLA's `PriorityFusion` by a cost model), and limits how many operands a kernel has.
-4. In what we write, a *sum* is a buffer too: a virtual value that is the last to be made of two or more buffers of its
-   size, and of which more than updates is made, or which is made of products and waits for the rest of a larger sum, as
-   the parts of a gradient do of a weight that is used in many places. Left virtual, both cotangents of a residual
-   connection wait for the layer before it to be recomputed; the sum is one buffer. A compiler would fuse it, so
-   that it is written behind a barrier.
-5. Of the original step, a compiler stores a virtual value that several kernels read where it would not compute it in
-   each of them: XLA for CPUs any (`CpuInstructionFusion`), for GPUs expensive arithmetic (`PriorityFusion`). In what we
+4. In the programs we write, a *sum* is a buffer too: a virtual value whose op is the last use of two or more buffers at
+   least as large as it, if either (a) something other than elementwise work depends on it, or (b) it is made only of
+   products and other sums, and a reader of it waits for something else, as with the partial gradients of a weight that
+   is used in many places. Left virtual, both cotangents of a residual connection wait for the layer before it to be
+   recomputed; the sum is one buffer. A compiler would fuse it, so that it is written behind a barrier.
+5. In the original step, the compiler stores a virtual value with several readers instead of recomputing it in each: on
+   CPUs any such value (`CpuInstructionFusion`), on GPUs expensive arithmetic (`PriorityFusion`). In the programs we
    write, each run makes virtual values afresh.
 6. A kernel's result may be written over an operand that it reads at the places alone where it writes (`same_place`, see
    `liveness.py`), but not over a sum of rule 4, which is read behind its own barrier, nor over one of several results
-   of an instruction, as those of cuDNN's convolutions and their workspace. In what we write this holds on GPUs. On a
-   CPU rule 5 would have to hold there as well: plans found with the one and without the other are foreseen worse, and
-   need no less (docs/measured.md).
+   of an instruction, as those of cuDNN's convolutions and their workspace. In the programs we write this holds on GPUs.
+   On a CPU rule 5 would have to hold for them as well: plans found with rule 6 but without rule 5 are predicted less
+   accurately and need no less memory (docs/measured.md).
 
 `fuse` applies the rules once: in the graph that it gives every op is a kernel and every value a buffer, and the
 virtual values are gone. Searches see that graph, several times smaller; the writer makes virtual values afresh wherever

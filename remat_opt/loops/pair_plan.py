@@ -42,8 +42,8 @@ class PairPlan:
     def constants(self, loop: Loop, operands: dict[int, Any]) -> dict[int, Any]:
         """The constant operands of a loop by value of its body.
 
-        Those that depend on no input are made afresh: an operand is a buffer as long as the loop runs; made inside the
-        body it is fused into its readers.
+        Constants that depend on no input are recomputed in the body, where they fuse into their readers; an operand
+        would be a live buffer for the whole loop.
         """
         fresh: dict[int, Any] = {}
         equations = self.program.slice_back(atom for atom in loop.constants if atom in self.program.constant).equations

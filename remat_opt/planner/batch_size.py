@@ -96,7 +96,7 @@ class _Line:
         return self.predicted + (compiled - self.compiled) / self.slope
 
 
-def _line(fits: Sequence[tuple[int, int]], misses: Sequence[tuple[int, int]], devices: int) -> _Line:
+def _fit_line(fits: Sequence[tuple[int, int]], misses: Sequence[tuple[int, int]], devices: int) -> _Line:
     """The line through pairs of predicted and compiled bytes: of the largest step that fits and the smallest that does
     not, else of the last ones.
 
@@ -114,8 +114,9 @@ def _line(fits: Sequence[tuple[int, int]], misses: Sequence[tuple[int, int]], de
 
 
 @dataclasses.dataclass(frozen=True)
-class _Compiled:
-    """A compiled step: its predicted and the compiler's bytes of one device, in and between arguments and results."""
+class _CompiledBatch:
+    """A compiled step, with predicted and compiled bytes of temporary memory (`temp`) and of arguments and results
+    (`fixed`). The compiler's are of one device; predictions for a divided step are of all devices together."""
 
     batch: int
     candidate: Candidate
@@ -145,7 +146,7 @@ class BatchSearch:
         self.allowed = settings.budget.physical_bytes
         self.planners: dict[int, Planner] = {}
         self.least_peaks: dict[int, int] = {}  # by batch
-        self.compiled: list[_Compiled] = []
+        self.compiled: list[_CompiledBatch] = []
         self.plain_figures: Figures | None = None  # of a divided step
 
     # Predictions
@@ -174,10 +175,10 @@ class BatchSearch:
         """From predicted to compiled bytes of arguments and results."""
         return self.line(lambda one: (one.predicted_fixed, one.fixed))
 
-    def line(self, read: Callable[[_Compiled], tuple[int, int]]) -> _Line:
-        """See `_line`; `read` says which bytes of a compiled step are compared."""
+    def line(self, read: Callable[[_CompiledBatch], tuple[int, int]]) -> _Line:
+        """See `_fit_line`; `read` says which bytes of a compiled step are compared."""
         fits = [read(one) for one in self.fitting]
-        return _line(fits, [read(one) for one in self.compiled if not self.fits(one)], self.devices)
+        return _fit_line(fits, [read(one) for one in self.compiled if not self.fits(one)], self.devices)
 
     @property
     def margin(self) -> float:
@@ -287,7 +288,7 @@ class BatchSearch:
             real_fixed = int(self.fixed_line(fixed))
             temp = max(refusal.needed_bytes or int(SECOND_MARGIN * self.allowed), self.allowed) - real_fixed
         peak = planner.original.plain_peak if candidate is None else one.peak
-        self.compiled.append(_Compiled(batch, one, peak, fixed, temp, real_fixed, figures))
+        self.compiled.append(_CompiledBatch(batch, one, peak, fixed, temp, real_fixed, figures))
         if candidate is None:
             self.plain_figures = figures
 
@@ -302,11 +303,11 @@ class BatchSearch:
         return len(self.compiled) - len(self.fitting)
 
     @property
-    def fitting(self) -> list[_Compiled]:
+    def fitting(self) -> list[_CompiledBatch]:
         """The compiled steps that fit, of ascending batches, and of one batch the fastest last."""
         return sorted(filter(self.fits, self.compiled), key=lambda one: (one.batch, -one.candidate.extra_seconds))
 
-    def fits(self, one: _Compiled) -> bool:
+    def fits(self, one: _CompiledBatch) -> bool:
         return one.figures is not None and one.temp + one.fixed <= self.allowed
 
     def refusal(self) -> InfeasibleBudget:
@@ -332,7 +333,7 @@ class BatchSearch:
         fastest = max([*every, largest, *filter(None, [plain])], key=lambda one: one.samples_per_second)
         return FoundBatch(largest, fastest, plain, len(self.compiled), self.misses)
 
-    def checked(self, one: _Compiled) -> Decision:
+    def checked(self, one: _CompiledBatch) -> Decision:
         """The decision for a compiled candidate; a divided step sends no more arrays than the original one."""
         planner = self.planner(one.batch)
         decision = planner.decision(one.candidate, one.figures)

@@ -11,6 +11,7 @@ layer.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable
 
@@ -29,8 +30,13 @@ from remat_opt.search import SOLVERS, Solution, Solver
 
 LOSS_SHARE = 0.01  # results of at most this part of the residuals' bytes are those of a loss
 NESTING_THRESHOLD = 0.7  # a layer is divided inside where that lowers its peak, and what a loop keeps, to this part
-_CLOSED = "and what is saved behind the last segment is computed again, too: the function is taken for a layer of many"
-_ENCLOSED = "and all of it again as a whole: between forward and backward pass only the function's arguments are kept"
+_CLOSED = "what is saved outside the segments is recomputed, too"
+_LAYER = f"{_CLOSED}: the function is treated as one layer of many"
+_NOT_ENCLOSED = f"{_CLOSED}, except for operations that may not run twice"
+_ENCLOSED = (
+    "the whole function is recomputed as one region: only its arguments are saved between the forward and the "
+    "backward pass"
+)
 _FEW_NAMES = 5
 _OF_STRETCHES = ("hong", "rotor")
 _MORE_MEMORY = (1.1, 1.2, 1.35)
@@ -81,8 +87,8 @@ class CheckpointDecision:
 def choose_form(forms: Iterable[Differentiated], settings: Settings) -> CheckpointDecision:
     """Search segments for a function in its forms, the fastest first.
 
-    Within a budget it is the first that fits, else the one that keeps least; without a budget a form has to lower the
-    peak of the one before it by a tenth, as it takes more time.
+    With a budget: the first variant that fits, else the one that saves fewest bytes. Without: a slower variant is taken
+    only if its peak is below 0.9 of the best so far.
 
     Raises:
         PlanError: the plan in the settings is for another function.
@@ -114,7 +120,20 @@ def _noted(found: CheckpointDecision) -> CheckpointDecision:
     said, note = found.differentiated.loops.value, found.decision.plan.note
     if said in note:  # as in a plan that the user gave
         return found
-    return dataclasses.replace(found, decision=found.decision.with_plan(note="; ".join(filter(None, (said, note)))))
+    decision = found.decision.with_plan(note="; ".join(filter(None, (said, note))))
+    form = found.differentiated
+    if form.given is not None:
+        given, ours, predicted = form.given.problem, form.problem.graph, decision.plan.predicted
+        predicted = dataclasses.replace(
+            predicted,
+            plain_peak_bytes=given.plain.peak,
+            flops=given.graph.flops,
+            extra_flops=ours.flops + predicted.extra_flops - given.graph.flops,
+            seconds=given.graph.seconds,
+            extra_seconds=ours.seconds + predicted.extra_seconds - given.graph.seconds,
+        )
+        decision = decision.with_plan(predicted=predicted, loop_bodies=form.rewritten_loops)
+    return dataclasses.replace(found, decision=decision)
 
 
 def steps_at_a_time(length: int, carried: int, kept: int) -> int:
@@ -152,49 +171,70 @@ def decide_checkpoint(differentiated: Differentiated, settings: Settings) -> Che
     """
     if settings.plan is not None:
         decision = decide(differentiated.prepared, settings, None)
+        divided = _Divided(differentiated, decision.solution)
         budget = parse_budget(settings.plan.budget)
     else:
         budget = settings.budget
         find = _minimum_time if budget.has_limit else _minimum_memory
-        decision = decision_of(Candidate(differentiated.prepared, find(differentiated, settings)), settings)
-    layout, note = _layout(differentiated, decision.solution, budget)
+        divided = find(differentiated, settings)
+        decision = decision_of(Candidate(differentiated.prepared, divided.solution), settings)
+    layout, note = _layout(divided, budget)
     if note:
         decision = decision.with_plan(note=note)
     found = CheckpointDecision(differentiated, decision, layout)
-    return _from_host(found) if settings.offload and not found.fits else found
+    return _from_host(found, divided) if settings.offload and not found.fits else found
 
 
-def _layout(differentiated: Differentiated, solution: Solution, budget: Budget) -> tuple[Layout | None, str]:
-    """The segments that are written, and what else than the solution's schedule they do."""
-    if not solution.schedule.recomputed:
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Divided:
+    """A solution with the segments of its schedule, which are found when they are first asked for."""
+
+    differentiated: Differentiated
+    solution: Solution
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        return layout_of(self.differentiated, self.solution)
+
+    @functools.cached_property
+    def kept_bytes(self) -> int:
+        return kept_bytes(self.differentiated, self.layout)
+
+
+def _layout(divided: _Divided, budget: Budget) -> tuple[Layout | None, str]:
+    """The segments to emit, and a note on what they recompute beyond the solution's schedule."""
+    differentiated, program = divided.differentiated, divided.differentiated.program
+    if not divided.solution.schedule.recomputed:
         return None, ""
-    program = differentiated.program
-    layout = layout_of(differentiated, solution)
+    layout = divided.layout
     if budget.has_limit:
-        if kept_bytes(differentiated, layout) <= residual_limit(differentiated, budget):
+        if divided.kept_bytes <= residual_limit(differentiated, budget):
             return layout, ""
     elif is_loss(differentiated):
         return layout, ""
     elif differentiated.body is None:
         closed = close(layout, program)
         if kept_bytes(differentiated, closed) <= differentiated.result_bytes:
-            return closed, "" if closed == layout else _CLOSED
-    return enclose(layout, program), _ENCLOSED
+            return closed, "" if closed == layout else _LAYER
+    if all(map(is_repeatable, program.equations)):
+        return enclose(layout), _ENCLOSED
+    closed = close(layout, program)
+    return closed, "" if closed == layout else _NOT_ENCLOSED
 
 
-def _from_host(found: CheckpointDecision) -> CheckpointDecision:
-    """The same for a loop's body of which the host keeps what the loop carries."""
-    differentiated, program = found.differentiated, found.differentiated.program
-    body = differentiated.body
+def _from_host(found: CheckpointDecision, divided: _Divided) -> CheckpointDecision:
+    """The same decision with the loop's carry in host memory; unchanged where the function is no loop body, carries
+    nothing large, or has an op that may not run twice."""
+    body, program = found.differentiated.body, found.differentiated.program
     if body is None or not body.carried or not all(map(is_repeatable, program.equations)):
         return found
-    layout = layout_of(differentiated, found.decision.solution)
     on_host = {program.inputs[position]: f"carry_{number}" for number, position in enumerate(body.carried)}
-    return dataclasses.replace(found, layout=dataclasses.replace(layout, on_host=on_host))
+    return dataclasses.replace(found, layout=dataclasses.replace(divided.layout, on_host=on_host))
 
 
 def is_loss(differentiated: Differentiated) -> bool:
-    """Whether a function's backward pass follows its forward at once, as far as the sizes of its results tell."""
+    """Whether the function is a loss, judged by the size of its results: its backward pass then follows its forward
+    pass at once."""
     if differentiated.body is not None:
         return False
     return differentiated.result_bytes <= LOSS_SHARE * differentiated.residual_bytes
@@ -208,53 +248,51 @@ def residual_limit(differentiated: Differentiated, budget: Budget) -> int:
     return budget.physical_bytes
 
 
-def _minimum_memory(differentiated: Differentiated, settings: Settings) -> Solution:
+def _minimum_memory(differentiated: Differentiated, settings: Settings) -> _Divided:
     """The least peak of one call of a loss; for a layer the fewest residuals, then the least peak."""
     at_any_cost = settings.budget.at_any_cost
     problem = differentiated.problem
     found = [solver(problem, None) for solver in _solvers(settings)]
     if settings.solver == "auto" and not at_any_cost:
-        # Nested plans of more memory, until they take one forward pass.
+        # Also search nested plans with larger peaks; then keep those within one extra forward pass (all if none is).
         lowest = min(solution.peak for solution in found)
         found += [SOLVERS["rotor"](problem, int(lowest * factor)) for factor in _MORE_MEMORY]
         one_pass = sum(problem.graph.ops[op].seconds for op in problem.order[: differentiated.forward_end])
         found = [solution for solution in found if solution.extra_seconds <= one_pass] or found
     least = min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
     if is_loss(differentiated) or _is_worth_nesting(differentiated, least):
-        return least
-    return _keep_nothing(differentiated)
+        return _Divided(differentiated, least)
+    return _Divided(differentiated, _keep_nothing(differentiated))
 
 
 def _solvers(settings: Settings) -> list[Solver]:
-    """By default those whose plans are stretches of the program, one in another, as `jax.checkpoint` can say it."""
+    """By default the solvers whose plans recompute contiguous, nested parts of the program, which `jax.checkpoint` can
+    express."""
     return [SOLVERS[name] for name in (_OF_STRETCHES if settings.solver == "auto" else (settings.solver,))]
 
 
-def _minimum_time(differentiated: Differentiated, settings: Settings) -> Solution:
+def _minimum_time(differentiated: Differentiated, settings: Settings) -> _Divided:
     """The least extra time of those solutions whose residuals fit the budget."""
     problem, solvers = differentiated.problem, _solvers(settings)
     limit = residual_limit(differentiated, settings.budget)
     if differentiated.residual_bytes <= limit:
-        return problem.plain
-    found = [solver(problem, None) for solver in solvers]
-    least = min(found, key=lambda solution: (solution.peak, solution.extra_seconds))
+        return _Divided(differentiated, problem.plain)
+    found = [_Divided(differentiated, solver(problem, None)) for solver in solvers]
+    least = min((one.solution for one in found), key=lambda solution: (solution.peak, solution.extra_seconds))
     low, high = least.peak, problem.plain.peak
     for _ in range(_SEARCHES):
         middle = (low + high) // 2
-        here = [solver(problem, middle) for solver in solvers]
+        here = [_Divided(differentiated, solver(problem, middle)) for solver in solvers]
         found += here
-        if any(_kept(differentiated, solution) <= limit for solution in here):
+        if any(one.kept_bytes <= limit for one in here):
             low = middle
         else:
             high = middle
-    fitting = [solution for solution in found if _kept(differentiated, solution) <= limit]
+    fitting = [one for one in found if one.kept_bytes <= limit]
     if fitting:
-        return min(fitting, key=lambda solution: (solution.extra_seconds, solution.peak))
-    return least if _is_worth_nesting(differentiated, least) else _keep_nothing(differentiated)
-
-
-def _kept(differentiated: Differentiated, solution: Solution) -> int:
-    return kept_bytes(differentiated, layout_of(differentiated, solution))
+        return min(fitting, key=lambda one: (one.solution.extra_seconds, one.solution.peak))
+    is_nested = _is_worth_nesting(differentiated, least)
+    return _Divided(differentiated, least if is_nested else _keep_nothing(differentiated))
 
 
 def _is_worth_nesting(differentiated: Differentiated, solution: Solution) -> bool:

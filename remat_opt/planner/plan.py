@@ -20,7 +20,7 @@ from remat_opt.loops.pairs import Pair
 from remat_opt.planner import plan_checks
 from remat_opt.planner.plan_checks import Ranges
 from remat_opt.targets.figures import Figures
-from remat_opt.units import format_bytes
+from remat_opt.units import format_bytes, format_count
 
 SCHEMA = 3
 # Fields of a plan that its text has by the same name.
@@ -157,6 +157,7 @@ class Plan:
         found, segments = self.predicted, sum(run.recomputed for run in self.runs)
         budget = "no budget" if self.budget is None else f"budget {self.budget!r}"
         does = f"{len(self.saved)} tensors saved, {segments} segments recomputed"
+        does += f", {format_count(self.loop_bodies, 'loop')} rewritten inside" if self.loop_bodies else ""
         does = "nothing is changed" if self.is_plain else does
         flops = f"{100 * found.extra_flops / max(found.flops, 1):+.1f} % FLOPs"
         size = f"{format_bytes(found.plain_peak_bytes)} → {format_bytes(found.peak_bytes)} predicted"

@@ -33,9 +33,9 @@ class Loops(enum.Enum):
     """What becomes of the loops in a function, the fastest first."""
 
     AS_GIVEN = ""
-    RECOMPUTED = "each step of its loops is computed again in the backward pass"
-    IN_CHUNKS = "the steps of its loops are computed again in the backward pass, some of them at a time"
-    ON_HOST = "each step of its loops is computed again from what it starts from, which lies in the host's memory"
+    RECOMPUTED = "each step of its loops is recomputed in the backward pass"
+    IN_CHUNKS = "the steps of its loops are recomputed in the backward pass, some of them at a time"
+    ON_HOST = "each step of its loops is recomputed from its carry, which is kept in the host's memory"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,7 +81,7 @@ class Differentiated:
 
     @functools.cached_property
     def forward_end(self) -> int:
-        """The position, in the order of first runs, behind the last op that makes a value of the function."""
+        """The position, in first-run order, just after the last op that makes a value of the function."""
         producer = self.problem.graph.producer
         made_by = {producer[value] for value in self.joint_value.values()}
         return max((at + 1 for at, op in enumerate(self.problem.order) if op in made_by), default=0)
@@ -94,6 +94,12 @@ class Differentiated:
         return frozenset(
             value for value in read if graph.producer[value] >= 0 and graph.producer[value] not in self.backward_ops
         ) - frozenset(graph.outputs)
+
+    @property
+    def rewritten_loops(self) -> int:
+        """How many of its loops have other bodies."""
+        given = (self.given or self).program.equations
+        return sum(one is not other for one, other in zip(given, self.program.equations, strict=True))
 
     @property
     def residual_bytes(self) -> int:
@@ -119,7 +125,8 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
     closed = _forward_and_backward(lambda arguments: evaluate(program, arguments, _tie), avals, outputs)
     joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
     captured = Captured(None, joint, joint, (False,) * len(joint.inputs), ())
-    prepared = prepare(captured, target, keep_scatters=True)  # JAX differentiates what is written, as it did this
+    # JAX will differentiate the segments itself: pools have its backward pass.
+    prepared = prepare(captured, target, keep_scatters=True)
     ties = {int(name.removeprefix(_TIE)): v for name, v in joint.named if name.startswith(_TIE)}
     return Differentiated(
         program,
@@ -187,8 +194,8 @@ def _tie(value: int, result: Any) -> Any:
 def layout_of(differentiated: Differentiated, solution: Solution) -> Layout:
     """The segments of a solution's schedule, in terms of the function before differentiation.
 
-    Ops that the schedule repeats in the same run stand in one segment; what is not repeated and lies among them is
-    saved in it; those of them that run a third time together are a segment inside it, and so on.
+    Ops that one run of the schedule recomputes form a segment. Results of ops between them that are not recomputed are
+    saved in it. Ops recomputed together once more form a nested segment, and so on.
     """
     return _LayoutOf(differentiated, solution).run()
 
@@ -261,9 +268,9 @@ class _LayoutOf:
     def places(self, equations: Sequence[int], level: int) -> dict[int, int]:
         """For each equation its place among the segments: odd for recomputed ones, even for what is kept between.
 
-        A segment is as long as from its first to its last op in program order, and what reads values that are
-        evicted in it belongs to it, too: outside, its derivative would keep them. No equation stands before one that
-        makes what it reads.
+        A segment reaches from its first to its last op in program order. Equations after it that read values evicted in
+        it belong to it, too: outside, their derivatives would keep those values live. No equation stands before one
+        that makes what it reads.
         """
         run_of = {i: self.repeats_of[i][level] for i in equations if len(self.repeats_of[i]) > level}
         rank = {run: 2 * number + 1 for number, run in enumerate(dict.fromkeys(run_of.values()))}
@@ -290,7 +297,7 @@ class _LayoutOf:
 
 
 def close(layout: Layout, program: Program) -> Layout:
-    """A layout in which what is kept between segments is recomputed as well, as far as it may be."""
+    """A layout in which what is saved outside the segments is recomputed as well, but for what may not run twice."""
     segments = []
     for segment in layout.segments:
         free = all(is_repeatable(program.equations[index]) for index in segment.equations)
@@ -298,11 +305,9 @@ def close(layout: Layout, program: Program) -> Layout:
     return dataclasses.replace(layout, segments=tuple(segments))
 
 
-def enclose(layout: Layout, program: Program) -> Layout:
-    """A layout whose segments stand together in one more; where something may not run twice, `close`."""
+def enclose(layout: Layout) -> Layout:
+    """A layout whose segments stand together in one more; all of its equations may run twice."""
     everything = tuple(sorted(index for segment in layout.segments for index in segment.equations))
-    if not all(is_repeatable(program.equations[index]) for index in everything):
-        return close(layout, program)
     return dataclasses.replace(layout, segments=(Segment(everything, recomputed=True, inner=layout.segments),))
 
 

@@ -74,7 +74,7 @@ def note_of_split(original: Prepared, chunks: int, extra_seconds: float = 0.0) -
         fewer = max((k for k in batch.numbers if k < chunks), default=1)
         if fewer * WORTH_SAYING < chunks:
             said += f" (its next smaller divisor is {fewer}: another batch may take less)"
-    needed = list(dict.fromkeys(map(place_of, (*batch.meetings, *batch.ends))))
+    needed = list(dict.fromkeys(map(place_of, (*batch.reductions_used_by_rows, *batch.whole_batch_readers))))
     return f"{said}, the whole of it is needed by {'; '.join(needed[:MOST_NAMED])}" if needed else said
 
 
@@ -93,6 +93,6 @@ def _name(path: tuple[Any, ...]) -> str:
 
 def _needed(batch: Batch | None) -> str:
     """What needs the whole batch, for the end of a sentence."""
-    if batch is None or not (found := (*batch.meetings, *batch.ends)):
+    if batch is None or not (found := (*batch.reductions_used_by_rows, *batch.whole_batch_readers)):
         return ""
     return f": the whole batch is needed by {place_of(found[0])}"

@@ -1,4 +1,4 @@
-"""Other bodies for the loops of a function that is still to be differentiated."""
+"""Replaces the bodies of `lax.scan` loops in a function before it is differentiated."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def _in_chunks(program: Program, loop: Equation, wrap: Wrap, steps: int) -> Equa
 
 
 def as_body(program: Program) -> Body | None:
-    """A layer as the body of a loop that is not known: it hands on arguments of the type of a result.
+    """Treats a layer as the body of an unknown loop: arguments with the shape and dtype of a result count as its carry.
 
     None where none of them is worth a copy.
     """

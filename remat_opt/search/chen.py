@@ -14,8 +14,8 @@ that the plain step keeps for its backward; the allowed splits are the positions
 recomputed, so that this takes less time), and to drop cheap results only, so that of a recomputed segment the results
 of convolutions and products stay saved.
 
-Gaps: the paper walks the whole forward, and here it ends at the plain step's peak, of which there is one; the recursion
-to O(log n) memory is left to `rotor`; in-place operation and memory sharing are the compiler's.
+Limitations: the paper walks the whole forward, and here it ends at the plain step's peak, of which there is one; the
+recursion to O(log n) memory is left to `rotor`; in-place operation and memory sharing are the compiler's.
 """
 
 from __future__ import annotations

@@ -17,9 +17,9 @@ minimum, since steps only grow.
 simulates the best checkpoint sets by this objective and some of smaller C, which save more: the objective only guides.
 Segments begin behind the checkpoints, or are the connected parts that the checkpoints leave, whichever is better.
 
-Gaps: the objective knows no cotangents, and no time; one level of recomputation; general nodes save all their joints,
-which is far from the optimum where many vertices are read from everywhere (dense blocks whose concatenations are fused
-away); linear nodes with more than `MOST_PAIRS` pairs try evenly spaced max terms; what is made before the
+Limitations: the objective knows no cotangents, and no time; one level of recomputation; general nodes save all their
+joints, which is far from the optimum where many vertices are read from everywhere (dense blocks whose concatenations
+are fused away); linear nodes with more than `MOST_PAIRS` pairs try evenly spaced max terms; what is made before the
 forward/backward boundary of `forward.py` only.
 """
 

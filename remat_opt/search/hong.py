@@ -18,8 +18,8 @@ step's live sets. What is new at a cut depends on the cut before, and the recurr
 where a kept segment is one whose every value is a checkpoint. For a budget the same recurrence gives the least seconds
 of recomputation for every size of memory, in slots; the answers are simulated.
 
-Gaps: one level of recomputation, one forward/backward boundary; at most `MOST_STAGES` cuts; the paper's O(n) version
-with a deque is not used, since crossing(i, j) depends on i.
+Limitations: one level of recomputation, one forward/backward boundary; at most `MOST_STAGES` cuts; the paper's O(n)
+version with a deque is not used, since crossing(i, j) depends on i.
 """
 
 from __future__ import annotations

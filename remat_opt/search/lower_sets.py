@@ -20,8 +20,8 @@ The family is every lower set while there are at most `MOST_SETS` (exact), else 
 the cuts of the order of first runs, of which those with small boundaries are taken, spread over the bytes. The formula
 only guides: of the strategies for several limits the one with the best simulated schedule is returned.
 
-Gaps: a block is recomputed as a whole and once; the family for large graphs has no proof; what is made before the
-forward/backward boundary of `forward.py` only; with a second forward and backward pass (GANs) only the larger one.
+Limitations: a block is recomputed as a whole and once; the family for large graphs has no proof; what is made before
+the forward/backward boundary of `forward.py` only; with a second forward and backward pass (GANs) only the larger one.
 """
 
 from __future__ import annotations

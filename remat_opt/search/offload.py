@@ -12,7 +12,7 @@
 
 `OffloadSearch` does so from schedules for the budget and above it, and takes the least time.
 
-Gaps: the first step knows nothing of recomputation, the second does not add transfers; values that the schedule
+Limitations: the first step knows nothing of recomputation, the second does not add transfers; values that the schedule
 recomputes, and those of ops with several results, do not go.
 """
 

@@ -17,8 +17,9 @@ take, and the input of stage j costs the bytes that cross its cut and did not cr
 for every number of slots; because its model is not the simulation, several of them are turned into schedules, and the
 simulated peaks decide.
 
-Gaps: one forward/backward boundary; at most `MOST_STAGES` cuts; everything or nothing of a stage is kept (Rockmate
-offers several options for each); schedules that evict a saved input before its use are left out, as in the paper.
+Limitations: one forward/backward boundary; at most `MOST_STAGES` cuts; everything or nothing of a stage is kept
+(Rockmate offers several options for each); schedules that evict a saved input before its use are left out, as in the
+paper.
 """
 
 from __future__ import annotations

@@ -17,8 +17,8 @@ start.
 with options as Rockmate's (Zhao et al. 2023): the least seconds of recomputation for every size of memory, in slots.
 Both only guide: the simulated schedule decides.
 
-Gaps: one level of recomputation; segments are contiguous in the program's order; the choice inside a segment is by kind
-of op, not by value (`drop_recomputation.py` mends that in the schedule).
+Limitations: one level of recomputation; segments are contiguous in the program's order; the choice inside a segment is
+by kind of op, not by value (`drop_recomputation.py` mends that in the schedule).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Stage a holds the ops between cut a and cut a + 1; the last stage ends at the *f
 of the plain step's peak. A search may make segments of several stages (`segments.py`, one level of recomputation) or a
 nested plan (`nested.py`), in which an op runs again several times.
 
-Gaps: one forward/backward boundary; the stages are contiguous in the program's order.
+Limitations: one forward/backward boundary; the stages are contiguous in the program's order.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def _stages_before(problem: Problem, forward_end: int, most: int) -> Stages:
 
 
 def _spread_positions(cuts: Cuts, before: np.ndarray, most: int) -> list[int]:
-    """At most `most` + 1 cuts: where fewest bytes cross, of each `most`-th part of the plain step's bytes.
+    """At most `most` + 1 cuts: divides the plain step's residual bytes into `most` equal parts and takes from each the
+    cut that fewest bytes cross.
 
     Args:
         cuts: all candidates.
@@ -115,11 +116,10 @@ def _spread_positions(cuts: Cuts, before: np.ndarray, most: int) -> list[int]:
 
 
 def later_bytes(stages: Stages) -> tuple[np.ndarray, np.ndarray]:
-    """What was made behind a stage and is there when its backward begins.
+    """Bytes of the values that are made after a stage and live when its backward pass begins.
 
     Returns:
-        For each stage the bytes of all of that, gradients too; and of what was made before the forward/backward
-        boundary.
+        For each stage the bytes of all of them, gradients too; and of those made before the forward/backward boundary.
     """
     forward_end, lives = stages.cuts.forward_end, stages.problem.plain.liveness.lives
     first, _ = stages.costs.backward_range
@@ -170,7 +170,8 @@ class Plans:
     def near(self, budget: int | None) -> list[Solution]:
         """Plans that fit, the last of them with a peak just below the budget; without one `near_minimum`.
 
-        From the plan that fits by the model's word in growing steps to where plans cease to fit, or begin to.
+        Starts at the plan that fits by the model's estimate, moves in doubling steps to where simulated plans stop (or
+        start) fitting, then bisects.
         """
         if budget is None:
             return self.near_minimum()
@@ -221,7 +222,8 @@ def solve_by_models(
         problem: the step.
         budget: in bytes, or None.
         most: cuts between the stages.
-        models_of: the first two are what stages take, and may take; the others guide to the least memory only.
+        models_of: the first two models (what the stages take, and what they may take instead) find plans within a
+            budget; all of them find the least memory.
         plans_of: of a model, for a capacity in bytes.
     """
     stages = stages_before_peak(problem, most)

@@ -1,4 +1,7 @@
-"""Programs with kernels of Pallas, which from jax 0.11 on asks when it lowers them which GPU they are for."""
+"""Programs with Pallas kernels.
+
+From jax 0.11 on, Pallas asks at lowering which GPU a kernel is for; here it is the absent target.
+"""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ class Program:
     outputs: tuple[int | Constant, ...]
     entered_checkpoints: bool = False  # the user's own were taken apart; the original step has them
     run_once: frozenset[int] = frozenset()  # values whose equations are not to be repeated: loops that repeat within
-    opaque: frozenset[int] = frozenset()  # to be read behind a barrier, so that no reader is told what made them
+    opaque: frozenset[int] = frozenset()  # to be read after a barrier, which hides from the compiler how they were made
     # pairs of which the first is read behind one barrier with the second
     in_one_barrier: tuple[tuple[int, int], ...] = ()
     bodies: tuple[tuple[int, BodyFigures], ...] = ()  # by an equation's first result, of bodies that we wrote
@@ -91,8 +91,9 @@ class Program:
     pinned: frozenset[tuple[int, ...]] = frozenset()  # values not to be recomputed; a path leads into a body
     repeats_collectives: bool = False  # whether explicit collectives may run again
     gathers_once: bool = False  # inputs that devices gather for a product are not to be gathered again for another run
-
-    compares: bool = False  # what puts one number into each row of zeros is a comparison, in its loops' bodies, too
+    # Scatters of one number into each row of zeros are written as comparisons; to be done in loop bodies, too
+    # (`one_hot.py`).
+    compares: bool = False
 
     def aval_of(self, x: int | Constant) -> Any:
         """The type of what an equation reads."""

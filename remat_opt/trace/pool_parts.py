@@ -1,7 +1,7 @@
 """The two parts of max-pooling's backward pass as primitives of the flat program; `pooling.py` writes them.
 
-They stand in equations where JAX's `select_and_scatter_add` stood. JAX itself never sees them: they are bound as the
-functions they are.
+They stand in equations where JAX's `select_and_scatter_add` stood. JAX itself never sees them: `bind` is an ordinary
+JAX function.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Part:
 
 
 def places_of(operand: jax.Array, *, pool: dict[str, Any], rectified: bool = False) -> jax.Array:
-    """For each window of an array the index of the place in it that is selected.
+    """For each window of an array the index, within the window, of the selected element.
 
     Args:
         operand: the array.
         pool: parameters of `select_and_scatter_add`: `select_prim` ("ge" for a maximum), window dimensions, strides and
             padding.
-        rectified: give -1 where what is selected is not positive.
+        rectified: give -1 where the selected element is not positive.
 
     Returns:
         int8 (windows along each dimension of `operand`); there are at most `pooling.LARGEST_WINDOW` places.
@@ -81,10 +81,10 @@ def spread(source: jax.Array, which: jax.Array, *, pool: dict[str, Any], shape: 
     """
     window, strides, padding = pool["window_dimensions"], pool["window_strides"], pool["padding"]
     places = list(itertools.product(*map(range, window)))
-    # Elements that are a multiple of the stride apart are at the same places of windows: they are summed up together,
-    # as many as there are windows, and spread once.
+    # Elements that are a multiple of the stride apart are at the same places of windows. So there is one small array of
+    # sums for each remainder, which is spread over the shape once.
     sums: dict[tuple[int, ...], jax.Array] = {}
-    for index in reversed(range(len(places))):  # windows in their order: the first has the element at its end
+    for index in reversed(range(len(places))):  # adds windows in order: an element is last in the first one it is in
         begins = [place - low for place, (low, _) in zip(places[index], padding, strict=True)]
         first = tuple(begin % stride for begin, stride in zip(begins, strides, strict=True))
         counts = [-(-(n - start) // stride) for n, start, stride in zip(shape, first, strides, strict=True)]

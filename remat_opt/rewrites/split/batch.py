@@ -20,15 +20,16 @@ from remat_opt.rewrites.split.rules import RULES
 from remat_opt.rewrites.split.stages import Stages, making_rows_again, put_in_stages, reads
 from remat_opt.rewrites.split.write import write_chunks
 from remat_opt.trace import compat
-from remat_opt.trace.avals import bytes_of
 from remat_opt.trace.flops import flops_of
 from remat_opt.trace.inline import Equation, Program
 from remat_opt.trace.primitives import ELEMENTWISE
 
 LEAST_SHARE = 0.1  # of the bytes of all values, that have to gain by a split
 ENOUGH_SHARE = 0.4  # of these bytes: with such a gain no other arguments are tried
-MOST_WHOLE = 0.03  # of the bytes of all values: where rows of more would be whole between loops, they are made again
-MOST_AGAIN = 0.5  # of the FLOPs: rows of a forward pass are made again, not those of each layer for the next
+MOST_WHOLE = 0.03  # rows passed between loops are recomputed if they reach this share of the bytes of all values
+# Share of the step's FLOPs that recomputing rows may take: enough for a forward pass, too little for recomputing each
+# layer for every later one.
+MOST_AGAIN = 0.5
 SMALL_SHARE = 0.01  # of the bytes in the largest loop: a loop of fewer runs on the whole batch
 
 
@@ -55,41 +56,38 @@ class Batch:
 
     @functools.cached_property
     def held_bytes(self) -> int:
-        """Bytes of rows that never leave the largest loop: of which k chunks need a k-th."""
-        return max((self.stages.held_bytes(loop) for loop in range(1, self.stages.loops + 1)), default=0)
+        """Bytes of the rows that stay inside the largest loop; k chunks need 1/k of them."""
+        return max(self.stages.held_in_loops, default=0)
 
     @property
     def gain(self) -> int:
-        """The same without bytes of rows that have to be whole between loops."""
+        """`held_bytes` minus the bytes of rows passed between loops."""
         return self.held_bytes - self.stages.handed_on_bytes
 
     @property
     def can_be_split(self) -> bool:
         """Whether a loop over chunks holds a good part of the program, and more than has to be whole between loops."""
-        return self.gain > LEAST_SHARE * self.all_bytes
-
-    @functools.cached_property
-    def all_bytes(self) -> int:
-        """Bytes of all values of the program."""
-        return sum(map(bytes_of, self.program.avals))
+        return self.gain > LEAST_SHARE * self.stages.all_bytes
 
     @property
     def rank(self) -> tuple[int, int]:
-        """Of several candidates the highest is the batch: that of which most bytes never leave their loop. (By the
-        largest loop alone it could be the places of a text, where the loss is between samples.) Where nothing gains, it
-        is what most rows are made of."""
-        held = sum(self.stages.held_bytes(loop) for loop in range(1, self.stages.loops + 1))
-        return held - self.stages.handed_on_bytes if self.can_be_split else 0, len(self.stages.in_loops)
+        """The highest is the batch: most bytes that never leave their loop, summed over loops and less the bytes passed
+        on. (The largest loop alone could prefer the sequence axis for a loss between samples.) Where no axis gains: the
+        one with most equations in loops."""
+        stages = self.stages
+        gain = sum(stages.held_in_loops) - stages.handed_on_bytes if self.can_be_split else 0
+        return gain, len(stages.in_loops)
 
     @functools.cached_property
-    def meetings(self) -> tuple[Equation, ...]:
-        """Sums over the batch that go back to its rows, in a later loop: batch norm, losses between samples."""
-        return tuple(_meetings(self.stages))
+    def reductions_used_by_rows(self) -> tuple[Equation, ...]:
+        """Reductions over the batch whose results a later loop needs to compute rows: batch norm, losses between
+        samples."""
+        return tuple(_reductions_used_by_rows(self.stages))
 
     @functools.cached_property
-    def ends(self) -> tuple[Equation, ...]:
-        """Equations that run on the whole batch, though they read rows that a loop makes."""
-        return tuple(_ends(self.stages))
+    def whole_batch_readers(self) -> tuple[Equation, ...]:
+        """Equations outside the loops that read rows made in a loop."""
+        return tuple(_whole_batch_readers(self.stages))
 
     @functools.cached_property
     def devices(self) -> Devices | None:
@@ -144,7 +142,8 @@ def find_batch(program: Program, shardings: Sequence[Any] = ()) -> Batch | None:
     found = _find(program)
     if found is None:
         return None
-    # Not before: what can be made again says nothing of which axis the batch is. An axis of the state is none.
+    # Recomputation is decided after the axis is chosen: it does not help to find the axis. An axis of a state argument
+    # is not a batch.
     is_data = not any(_is_state(program, program.inputs[at]) for at, _ in found.arguments)
     stages = _with_rows_again(found.stages) if is_data else found.stages
     return dataclasses.replace(found, stages=stages, shardings=shardings)
@@ -159,7 +158,7 @@ def _find(program: Program) -> Batch | None:
                 tried.update({(at, axis), *found.arguments})
                 if best is None or found.rank > best.rank:
                     best = found
-        if best is not None and best.gain > ENOUGH_SHARE * best.all_bytes:
+        if best is not None and best.gain > ENOUGH_SHARE * best.stages.all_bytes:
             return best
     return best
 
@@ -180,8 +179,8 @@ def batch_along(program: Program, argument: int, axis: int, bodies: dict[int, An
 
 
 def _candidates(program: Program) -> Iterator[list[int]]:
-    """Arguments, by position, that may have the batch: first those that are unlike all results, then those that are not
-    updated, all if there are no others."""
+    """Arguments, by position, that may have the batch: first non-state arguments whose shape and dtype match no result,
+    then all non-state arguments, or all arguments if every one is state."""
     types = [_type(program.avals[value]) for value in program.inputs]
     results = {_type(program.aval_of(x)) for x in program.outputs}
     data = [at for at, value in enumerate(program.inputs) if not _is_state(program, value)]
@@ -220,7 +219,7 @@ def _batch(analysis: Analysis, rows: int) -> Batch:
     layouts, program = analysis.layouts, analysis.program
     while True:
         stages = put_in_stages(analysis)
-        held = [stages.held_bytes(loop) for loop in range(1, stages.loops + 1)]
+        held = stages.held_in_loops
         small = {loop for loop, size in enumerate(held, 1) if size < SMALL_SHARE * max(held)}
         kept = {index: run for index, run in analysis.runs.items() if stages.stage[index] not in small}
         if len(kept) == len(analysis.runs):
@@ -233,7 +232,7 @@ def _batch(analysis: Analysis, rows: int) -> Batch:
 def _with_rows_again(stages: Stages) -> Stages:
     """The same, in which rows are made again, where that saves a good part and takes about a forward pass at most."""
     program = stages.analysis.program
-    if stages.handed_on_bytes < MOST_WHOLE * sum(map(bytes_of, program.avals)):
+    if stages.handed_on_bytes < MOST_WHOLE * stages.all_bytes:
         return stages
     every = sum(flops_of(equation, program) for equation in program.equations)
     return making_rows_again(stages, MOST_AGAIN * every)
@@ -246,7 +245,7 @@ def _with_runs(analysis: Analysis, runs: dict) -> Analysis:
     return dataclasses.replace(analysis, layouts=layouts, runs=runs)
 
 
-def _meetings(stages: Stages) -> Iterator[Equation]:
+def _reductions_used_by_rows(stages: Stages) -> Iterator[Equation]:
     analysis, program = stages.analysis, stages.analysis.program
     needed: set[int] = set()  # values of which rows are made in a later loop than their own
     for index in reversed(range(len(program.equations))):
@@ -260,7 +259,7 @@ def _meetings(stages: Stages) -> Iterator[Equation]:
             yield equation
 
 
-def _ends(stages: Stages) -> Iterator[Equation]:
+def _whole_batch_readers(stages: Stages) -> Iterator[Equation]:
     analysis, program = stages.analysis, stages.analysis.program
     for index, equation in enumerate(program.equations):
         if index not in analysis.runs and any(

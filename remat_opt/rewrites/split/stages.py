@@ -1,14 +1,15 @@
 """Puts the equations that run on chunks into loops, one after another, and the others before, between and behind them.
 
-Stage 0 is what runs before the first loop, stage n what runs after loop n. A loop reads sums of earlier loops only, and
-of its own chunks what lies as it is read. So a network with batch norm becomes a chain of loops, a loss that is divided
-by a sum of weights one loop of weights and one of all else. Most equations could be in one of several loops: all are
-put as early, or all as late as they can be, whichever hands on fewer bytes of rows from loop to loop.
+Stage 0 is what runs before the first loop, stage n what runs after loop n. A loop can use a sum only if an earlier loop
+completed it, and values of its own chunk only in the layout in which they were made. So a network with batch norm
+becomes a chain of loops, a loss that is divided by a sum of weights one loop of weights and one of all else. Most
+equations could be in one of several loops: all are put as early, or all as late as they can be, whichever hands on
+fewer bytes of rows from loop to loop.
 
 Rows that a loop hands on are whole in memory. Where they are many, later loops make them again, chunk by chunk, from
-the rows that are whole in any case (`making_rows_again`): of a loss between samples (in-batch negatives) the network
-runs forward in one loop, which leaves the embeddings alone, and forward and backward in another, as GradCache does it
-by hand (Gao et al., arXiv 2101.06983).
+the rows that are whole in any case (`making_rows_again`). For a loss between samples (in-batch negatives) one loop runs
+the network forward and passes on only the embeddings; another runs it forward again and backward, as GradCache does by
+hand (Gao et al., arXiv 2101.06983).
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class Stages:
 
     Attributes:
         analysis: which equations run on chunks.
-        stage: for each equation its loop, from 1 on, or after which loop it runs.
+        stage: for each equation: the loop it runs in (from 1), or for one outside loops, the loop after which it runs
+            (0: before the first).
         loops: how many loops there are.
         again: for each loop the equations of earlier ones that it runs again; none at all if empty.
     """
@@ -61,7 +63,7 @@ class Stages:
         return made is not None and self.stage[made] < self.stage[index]
 
     @functools.cached_property
-    def left(self) -> frozenset[int]:
+    def leaving(self) -> frozenset[int]:
         """Values that are read outside of their loop: rows are then whole in memory, and sums are complete."""
         program, runs = self.analysis.program, self.analysis.runs
         found = {*program.returned}
@@ -79,15 +81,26 @@ class Stages:
         return self.stage[index] == loop or index in self.runs_again(loop)
 
     def held_bytes(self, loop: int) -> int:
-        """Bytes that rows would have for the whole batch that never leave a loop."""
-        return sum(bytes_of(self.analysis.program.avals[value]) for value in self._rows(loop) if value not in self.left)
+        """Bytes, for the whole batch, of the rows that never leave a loop."""
+        avals = self.analysis.program.avals
+        return sum(bytes_of(avals[value]) for value in self._rows(loop) if value not in self.leaving)
+
+    @functools.cached_property
+    def held_in_loops(self) -> tuple[int, ...]:
+        """`held_bytes` of each loop, from the first."""
+        return tuple(self.held_bytes(loop) for loop in range(1, self.loops + 1))
 
     @functools.cached_property
     def handed_on_bytes(self) -> int:
         """Bytes of the rows that leave their loop, without those that the program returns."""
         program = self.analysis.program
         rows = (value for loop in range(1, self.loops + 1) for value in self._rows(loop))
-        return sum(bytes_of(program.avals[v]) for v in rows if v in self.left and v not in program.returned)
+        return sum(bytes_of(program.avals[v]) for v in rows if v in self.leaving and v not in program.returned)
+
+    @functools.cached_property
+    def all_bytes(self) -> int:
+        """Bytes of all values of the program."""
+        return sum(map(bytes_of, self.analysis.program.avals))
 
     def _rows(self, loop: int) -> Iterator[int]:
         for index in self.equations(loop):
@@ -138,7 +151,7 @@ def making_rows_again(stages: Stages, most: float) -> Stages:
             if index not in analysis.runs or not lies_as_read(analysis, value, layout):
                 whole.add(value)
     room = STAY_WHOLE * stages.handed_on_bytes
-    for value in sorted(stages.left - whole, key=lambda value: bytes_of(program.avals[value])):
+    for value in sorted(stages.leaving - whole, key=lambda value: bytes_of(program.avals[value])):
         room -= bytes_of(program.avals[value])
         if room < 0:
             break

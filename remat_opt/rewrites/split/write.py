@@ -76,22 +76,23 @@ class _Loop:
         self.order = sorted({*first, *again})
         self.batch, self.chunks, self.devices = batch, chunks, devices
         made = [value for at in first for value in self.program.equations[at].outputs]
-        made_again = (value for at in again for value in self.program.equations[at].outputs if value not in stages.left)
-        without = {*made, *made_again, *(value for value, _ in self.program.constants)}
+        made_again = (value for at in again for value in self.program.equations[at].outputs)
+        inside = (value for value in made_again if value not in stages.leaving)
+        without = {*made, *inside, *(value for value, _ in self.program.constants)}
         every = dict.fromkeys(one for at in self.order for one in reads(self.analysis, at) if one[0] not in without)
         # Values as they are read: by rows along an axis, or whole.
         self.read = list(dict.fromkeys((v, layout if isinstance(layout, int) else None) for v, layout in every))
-        self.left = [value for value in made if value in stages.left]
+        self.leaving = [value for value in made if value in stages.leaving]
 
     def write(
         self, tracing: Tracing, number: Mapping[int, int | Constant]
     ) -> tuple[list[Equation], dict[int, int | Constant]]:
         """Its equations, and the values that stand for those which leave it."""
         avals = [abstract(self.program.avals[value]) for value, _ in self.read]
-        run = untyped(self.on_all_devices, [self.program.avals[value] for value in self.left])
+        run = untyped(self.on_all_devices, [self.program.avals[value] for value in self.leaving])
         part = inline(jax.make_jaxpr(run)(*avals), keep_checkpoints=True)
         equations, results = tracing.placed(part, [number.get(value, value) for value, _ in self.read])
-        return equations, dict(zip(self.left, results, strict=True))
+        return equations, dict(zip(self.leaving, results, strict=True))
 
     def on_all_devices(self, *operands: Any) -> tuple[Any, ...]:
         """The values that leave it."""
@@ -101,13 +102,13 @@ class _Loop:
 
         def on_one(device: Any, *operands: Any) -> tuple[Any, ...]:
             results = self.run(lax.mul(lax.squeeze(device, (0,)), np.int32(self.chunks)), operands)
-            stacks = [self.is_summed(value) for value in self.left]
+            stacks = [self.is_summed(value) for value in self.leaving]
             return tuple(lax.expand_dims(x, (0,)) if is_sum else x for x, is_sum in zip(results, stacks, strict=True))
 
         in_specs = [devices.spec(0), *(devices.spec(layout) for _, layout in self.read)]
-        mapped = devices.mapped(on_one, in_specs, [self.out_spec(value, devices) for value in self.left])
+        mapped = devices.mapped(on_one, in_specs, [self.out_spec(value, devices) for value in self.leaving])
         results = mapped(np.arange(devices.count, dtype=np.int32), *operands)
-        return tuple(self.added_up(value, x) for value, x in zip(self.left, results, strict=True))
+        return tuple(self.added_up(value, x) for value, x in zip(self.leaving, results, strict=True))
 
     def is_summed(self, value: int) -> bool:
         """Whether devices have different parts of it."""
@@ -139,13 +140,13 @@ class _Loop:
             count = self.chunks * (self.devices.count if self.devices else 1)
             chunk = Chunk(index, self.batch // count, self.batch, self.devices, turn)
             values = ChunkValues(self.analysis, chunk, whole, {}, rows)
-            after = dict(zip(self.left, carry, strict=True))
+            after = dict(zip(self.leaving, carry, strict=True))
             values.evaluate(self.order, lambda value: self.note(value, values, after))
             return list(after.values()), None
 
-        start = [self.empty(value) for value in self.left]
+        start = [self.empty(value) for value in self.leaving]
         last, _ = lax.scan(step, start, np.arange(self.chunks, dtype=np.int32))
-        avals = [self.program.avals[value] for value in self.left]
+        avals = [self.program.avals[value] for value in self.leaving]
         return [lax.convert_element_type(x, aval.dtype) for aval, x in zip(avals, last, strict=True)]
 
     def note(self, value: int, values: ChunkValues, after: dict[int, Any]) -> None:
