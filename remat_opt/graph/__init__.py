@@ -4,7 +4,7 @@
 sees JAX. `liveness.py` simulates a schedule and is the only definition of live bytes and of the peak, `packing.py` says
 how much a compiler allocates for them; `schedule.py` says what a schedule is, `transfers.py` how long its copies to the
 host take, `derive.py` makes one from a set of saved values, `timeline.py` says what each of its runs reads and makes.
-`fusion.py` decides which values XLA stores, `views.py` which take no buffer of their own, `cost.py` how many seconds an
-operation takes, `tiles.py` how many bytes an array has on a TPU. `barriers.py` and `cpu_barriers.py` find where a
-barrier has to fix the order of two kernels. `tables.py` has operations on arrays of numbers.
+`fusion.py` decides which values XLA stores, `cost.py` how many seconds an operation takes, `tiles.py` how many bytes an
+array has on a TPU. `barriers.py` and `cpu_barriers.py` find where a barrier has to fix the order of two kernels.
+`tables.py` has operations on arrays of numbers.
 """

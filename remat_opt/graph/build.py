@@ -15,7 +15,6 @@ from remat_opt.graph.fusion import fuse
 from remat_opt.graph.graph import Graph, Kind, Op
 from remat_opt.graph.liveness import peak_of
 from remat_opt.graph.tiles import padded_bytes
-from remat_opt.graph.views import views_of
 from remat_opt.rewrites.pooling import by_places
 from remat_opt.rewrites.random_masks import masks_of_bits
 from remat_opt.rewrites.splits import by_slices
@@ -26,6 +25,7 @@ from remat_opt.trace.images import POOLS, images_of
 from remat_opt.trace.inline import BodyFigures, Constant, Equation, Program, can_recompute, inline
 from remat_opt.trace.platforms import GPUS
 from remat_opt.trace.primitives import CONTRACTION, ELEMENTWISE, EXPENSIVE, PERMUTING, REDUCTION, WITH_BODIES
+from remat_opt.trace.views import views_of
 from remat_opt.trace.workspaces import workspace_of
 
 _TIMED_BY_BODIES = WITH_BODIES | {compat.remat_p}
@@ -86,14 +86,8 @@ def build(
         sizes=tuple(bytes_of(aval) for aval in program.avals),
         ops=tuple(read.ops),
         inputs=(*program.inputs, *(value for value, _ in program.constants)),
-        outputs=tuple(
-            dict.fromkeys(
-                views.get(x, x) for x in program.outputs if not isinstance(x, Constant) and x not in constant_equations
-            )
-        ),
-        aliases=tuple(
-            (given, views.get(output, output)) for given, output in aliases_of(program, donated, constant_equations)
-        ),
+        outputs=_outputs_of(program, constant_equations, views),
+        aliases=tuple((given, views.get(x, x)) for given, x in aliases_of(program, donated, constant_equations)),
         constants=frozenset(constant_equations),
         host=frozenset(value for value, aval in enumerate(program.avals) if not is_on_device(aval)),
     )
@@ -119,6 +113,12 @@ def build(
         platform,
         program.opaque | fusion.sums | masks,
     )
+
+
+def _outputs_of(program: Program, constants: dict[int, int], views: dict[int, int]) -> tuple[int, ...]:
+    """The results that are made, each once; of views what they are read as."""
+    made = (x for x in program.outputs if not isinstance(x, Constant) and x not in constants)
+    return tuple(dict.fromkeys(views.get(x, x) for x in made))
 
 
 class _ReadOps(NamedTuple):

@@ -8,8 +8,9 @@ that reaches into private JAX, and has the sets of primitives that may not run t
 version of JAX at the import. `flops.py` counts FLOPs: a rule for a primitive is an entry of its table.
 
 Facts about a program: `primitives.py` (elementwise, reductions, moves), `avals.py` (types), `images.py` (which values
-are images), `unrolled.py` (which a compiler cuts into pieces), `names.py` (what values are called), `scopes.py` (name
-scopes of what is recomputed), `fingerprint.py` (what a saved plan is recognised by), `placement.py` (shardings and
-devices), `platforms.py` (platforms that share a compiler), `workspaces.py` (what compilers need beside operands and
-results). `mapped.py` divides a `shard_map`, `pool_parts.py` has the primitives of a rewritten pool.
+are images), `views.py` (which take no buffer of their own), `unrolled.py` (which a compiler cuts into pieces),
+`names.py` (what values are called), `scopes.py` (name scopes of what is recomputed), `fingerprint.py` (what a saved
+plan is recognised by), `placement.py` (shardings and devices), `platforms.py` (platforms that share a compiler),
+`workspaces.py` (what compilers need beside operands and results). `mapped.py` divides a `shard_map`, `pool_parts.py` has
+the primitives of a rewritten pool.
 """
