@@ -11,6 +11,6 @@ Facts about a program: `primitives.py` (elementwise, reductions, moves), `avals.
 are images), `views.py` (which take no buffer of their own), `unrolled.py` (which a compiler cuts into pieces),
 `names.py` (what values are called), `scopes.py` (name scopes of what is recomputed), `fingerprint.py` (what a saved
 plan is recognised by), `placement.py` (shardings and devices), `platforms.py` (platforms that share a compiler),
-`workspaces.py` (what compilers need beside operands and results). `mapped.py` divides a `shard_map`, `pool_parts.py` has
-the primitives of a rewritten pool.
+`workspaces.py` (what compilers need beside operands and results). `mapped.py` divides a `shard_map`, `pool_parts.py`
+has the primitives of a rewritten pool.
 """
