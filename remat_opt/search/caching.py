@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from remat_opt.graph.graph import Graph
 from remat_opt.search.problem import Problem
 
-MOST_OPS = 20_000  # of all problems that are kept; with 50 to 250 kB each, about what one large step holds
+MOST_OPS = 2_000  # of all problems that are kept: 100 to 500 MB, since each op takes 50 to 250 kB
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
