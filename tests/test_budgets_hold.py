@@ -18,7 +18,7 @@ from remat_opt.planner.settings import check_settings
 
 KEPT = load(RESULTS / "budgets.json")
 AS_KEPT = by_jax(0.01, 0.05)  # what is kept was compiled with jax 0.10
-SMALL = (Row("steps/mlp", None, None, "cpu"), Row("steps/keyword_and_static", None, None, "h200"))
+SMALL = (Row("steps/mlp", None, None, "cpu"), Row("steps/micro_batches", None, None, "h200"))
 SMALLEST = Row("steps/u_net", None, None, "cpu")
 
 
