@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,10 +16,11 @@ from remat_opt import Plan
 from remat_opt.trace import compat
 
 TESTS = Path(__file__).parent
+T = TypeVar("T")
 
 
-def by_jax(oldest: float, newest: float) -> float:
-    """A figure of XLA's, in jax 0.10 and from 0.11 on."""
+def by_jax(oldest: T, newest: T) -> T:
+    """A figure of XLA's, or what follows from one, in jax 0.10 and from 0.11 on."""
     return oldest if jax.__version_info__ < (0, 11) else newest
 
 

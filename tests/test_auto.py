@@ -1,6 +1,5 @@
 """`auto` against every other solver, against the exact one, and its laws."""
 
-import dataclasses
 import gc
 import random
 import weakref
@@ -17,7 +16,6 @@ from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import simulate
 from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.search.auto import Search
-from remat_opt.search.caching import RecentProblems
 from remat_opt.search.drop_recomputation import fill
 
 OTHERS = [name for name in SOLVERS if name != "auto"]
@@ -186,30 +184,6 @@ def test_filling_keeps_the_budget_and_takes_no_longer(graph: Graph, share: float
     assert filled.peak <= budget
     assert filled.extra_seconds <= start.extra_seconds
     assert fill(problem, start, problem.plain.peak).extra_seconds == 0  # everything can be kept
-
-
-def test_equal_graphs_share_a_problem_with_what_was_searched_for_it() -> None:
-    def graph(layers: int) -> Graph:
-        return training_graph(random.Random(0), layers)
-
-    recent = RecentProblems()
-    problem = recent.of(graph(6))
-    assert recent.of(graph(6)) is problem
-    assert recent.of(graph(6), 1e9) is recent.of(graph(6), 1e9) is not problem
-    other = dataclasses.replace(graph(6), sizes=tuple(size + 1 for size in graph(6).sizes))
-    assert recent.of(other) is not problem
-
-
-def test_of_the_problems_the_last_are_kept() -> None:
-    one = training_graph(random.Random(0), 6)
-    graphs = [dataclasses.replace(one, sizes=tuple(size + more for size in one.sizes)) for more in range(3)]
-    recent = RecentProblems(2 * len(one.ops))
-    first, second = map(recent.of, graphs[:2])
-    assert recent.of(graphs[0]) is first  # asked for last
-    recent.of(graphs[2])
-    assert recent.of(graphs[1]) is not second
-    too_large = RecentProblems(most_ops=len(one.ops) - 1)
-    assert too_large.of(graphs[0]) is not too_large.of(graphs[0])
 
 
 def test_a_search_is_not_held_once_nobody_asks_it() -> None:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from checks import assert_close, checkpoints_in, equations_in
+from checks import assert_close, by_jax, checkpoints_in, equations_in
 from jax.ad_checkpoint import checkpoint_name
 from test_checkpoint_transforms import data, loss, network
 
@@ -256,8 +256,12 @@ def test_the_note_says_what_may_not_run_twice(budget: int | None) -> None:
         ours = checkpoint(functools.partial(fun, says=says), budget=budget)
         notes.append(ours.plan(params, x).note)
         kept.append(sum(one.nbytes for one in jax.tree.leaves(jax.vjp(ours, params, x)[1])))
-    assert "only its arguments are saved" in notes[0]
-    assert kept[0] <= sum(one.nbytes for one in jax.tree.leaves((params, x))) < kept[1]
+    # jax 0.12 keeps less of a tanh: the layer's segments keep little enough without that.
+    enclosed, closed = "only its arguments are saved", "what is saved outside the segments is recomputed"
+    said = by_jax(enclosed, closed) if budget is None else enclosed
+    assert said in notes[0]
+    arguments = sum(one.nbytes for one in jax.tree.leaves((params, x)))
+    assert kept[0] <= (arguments if said == enclosed else 1.3 * arguments) < kept[1]
     assert "only its arguments are saved" not in notes[1]
     assert "except for operations that may not run twice" in notes[1]
 

@@ -86,7 +86,7 @@ def test_a_body_in_which_one_operation_needs_almost_all_is_not_searched(monkeypa
 
     def in_segments(fun):
         program = capture(jax.jit(fun), (params(), models.normal(20, BATCH, WIDTH)), {}).program
-        return body_in_segments(program, Rates(4e12, {"float32": 6e13}), (False,) * len(program.inputs), 0.0)
+        return body_in_segments(program, Rates(4e12, {"float32": 6e13}), (False,) * len(program.inputs), 0.0, {})
 
     assert in_segments(loss) is None  # forward alone: a layer's operand and result, and nothing else
     assert not searched

@@ -71,10 +71,10 @@ def test_a_step_with_views_is_predicted_and_computes_the_same() -> None:
     w, x = (jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32) for shape in ((64, 64), (4096, 64)))
     optimized, plain = remat_opt.optimize(micro_batches, split=False), jax.jit(micro_batches)
     for one, other in zip(optimized(w, x), plain(w, x), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-5)
     predicted = optimized.plan(w, x).predicted.plain_peak_bytes
     assert predicted == pytest.approx(temp_bytes(plain, w, x), rel=0.2)
     donated = remat_opt.optimize(micro_batches, split=False, donate_argnums=1)
     expected = plain(w, x)
     for one, other in zip(donated(w, jnp.array(x)), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=1e-5)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from remat_opt.emit.train_step import write
 from remat_opt.graph.build import Bridge, build
 from remat_opt.graph.cost import Rates
+from remat_opt.graph.graph import Graph
 from remat_opt.graph.liveness import minimum_possible
 from remat_opt.loops.body import is_loop
 from remat_opt.loops.choose import LoopChoices
@@ -15,7 +17,7 @@ from remat_opt.loops.inside import Body, rewrite_inside
 from remat_opt.loops.recomputation import JointStep
 from remat_opt.loops.rewrite import rewrite_loops
 from remat_opt.loops.steps import Emit, StepCost, StepCosts
-from remat_opt.search import SOLVERS, Problem, Solution, recent_problems, search_of
+from remat_opt.search import SOLVERS, Problem, Solution, search_of
 from remat_opt.trace.inline import Program
 from remat_opt.trace.names import name_values
 from remat_opt.trace.platforms import GPUS
@@ -32,6 +34,7 @@ def write_loops(
     inside: float | None,
     keep_checkpoints: bool = False,
     platform: str = "",
+    problems: dict[Any, Problem] | None = None,
     orders: bool = False,
 ) -> tuple[Program, LoopChoices]:
     """Write a program's loops as was chosen.
@@ -45,6 +48,7 @@ def write_loops(
             this share of what lies between their least and their plain peak.
         keep_checkpoints: do not look into the user's own `jax.checkpoint` regions.
         platform: the target's.
+        problems: of bodies that were searched before, with what was found; filled here.
         orders: write bodies in our order even where nothing is recomputed in them.
 
     Returns:
@@ -59,7 +63,7 @@ def write_loops(
         loops.chosen,
         aliases,
         separate_slices=platform == "cpu",
-        steps=SearchedSteps(rates, platform),
+        steps=SearchedSteps(rates, platform, problems),
         rates=rates,
     )
     if inside is None:
@@ -69,7 +73,8 @@ def write_loops(
     def in_segments(body: Program, overwritten: tuple[bool, ...]) -> Body | None:
         # Written for the CPU, gradients summed over micro-batches took 30.0 MB there, and 25.3 so.
         written_for = platform if platform in GPUS else ""
-        return body_in_segments(body, rates, overwritten, share, written_for, orders)
+        known = {} if problems is None else problems
+        return body_in_segments(body, rates, overwritten, share, known, written_for, orders)
 
     program, bodies = rewrite_inside(
         program, rates, in_segments, pairs=loops.pairs, donated=donated, keep_checkpoints=keep_checkpoints
@@ -86,11 +91,13 @@ class SearchedSteps:
     Args:
         rates: the target.
         platform: the target's.
+        problems: of steps that were searched before, with what was found; filled here.
     """
 
-    def __init__(self, rates: Rates, platform: str):
+    def __init__(self, rates: Rates, platform: str, problems: dict[Any, Problem] | None = None):
         self.rates = rates
         self.platform = platform
+        self.problems = {} if problems is None else problems
 
     def costs(self, step: JointStep) -> StepCosts:
         bridge, problem = self._read(step)
@@ -117,7 +124,7 @@ class SearchedSteps:
         bridge = build(step.program, self.rates, step.overwritten, platform=self.platform)
         graph = dataclasses.replace(bridge.graph, held=step.held.intersection(bridge.graph.outputs))
         bridge = dataclasses.replace(bridge, graph=graph)
-        return bridge, recent_problems.of(graph)
+        return bridge, _problem_of(bridge.graph, self.problems)
 
     def _can_be_scheduled(self, program: Program, bridge: Bridge) -> bool:
         with_loops = any(is_loop(equation) for equation in program.equations)
@@ -129,11 +136,17 @@ def _frontier(step: JointStep, problem: Problem) -> tuple[Solution, ...]:
     return search_of(problem).frontier if step.recomputes_all else search_of(problem).short_frontier
 
 
+def _problem_of(graph: Graph, known: dict[Any, Problem]) -> Problem:
+    alike = (graph.sizes, graph.ops, graph.inputs, graph.outputs, graph.aliases, graph.constants, graph.held)
+    return known.setdefault(alike, Problem(graph))
+
+
 def body_in_segments(
     body: Program,
     rates: Rates,
     overwritten: tuple[bool, ...],
     share: float,
+    problems: dict[Any, Problem],
     platform: str = "",
     orders: bool = False,
 ) -> Body | None:
@@ -144,6 +157,7 @@ def body_in_segments(
         rates: the target.
         overwritten: for each input whether its buffer may be reused: the carry's may.
         share: of what lies between the least and the plain peak, how much it may need.
+        problems: see `write_loops`; forms of a step differ in few of their bodies.
         platform: of the compiler that it is written for; empty where that does not matter.
         orders: give a body in our order where nothing is gained. XLA's own order may need much more: AlexNet in four
             chunks took 2016 MB on an H200, 1131 so.
@@ -152,7 +166,7 @@ def body_in_segments(
     if not bridge.graph.ops:
         return None
     graph = bridge.graph
-    problem = recent_problems.of(graph)
+    problem = _problem_of(graph, problems)
     solution = _searched(problem, share)
     if solution is None:
         if not orders:

@@ -19,7 +19,7 @@ from remat_opt.planner.loop_search import SearchedSteps, write_loops
 from remat_opt.rewrites.captured import Captured
 from remat_opt.rewrites.split.batch import Batch, find_batch
 from remat_opt.rewrites.split.mapped import find_mapped_batch
-from remat_opt.search import Problem, Solution, recent_problems
+from remat_opt.search import Problem, Solution
 from remat_opt.targets import Target
 from remat_opt.trace import compat
 from remat_opt.trace.fingerprint import fingerprint
@@ -90,6 +90,7 @@ class Prepared:
             inside=inside,
             keep_checkpoints=keep_checkpoints,
             platform=self.target.platform,
+            problems=self._bodies,
             orders=self.chunks > 0,
         )
         if program is original:
@@ -116,7 +117,12 @@ class Prepared:
 
     def step_search(self) -> SearchedSteps:
         """Schedules for the steps of its loops."""
-        return SearchedSteps(self.rates, self.target.platform)
+        return SearchedSteps(self.rates, self.target.platform, self._bodies)
+
+    @property
+    def _bodies(self) -> dict[Any, Problem]:
+        """Bodies of its loops that were searched."""
+        return self.problem.memo.setdefault("bodies", {})
 
     def gathering_once(self, once: bool = True) -> Prepared:
         """The same step, in which inputs that devices gather are not gathered again for what is recomputed."""
@@ -182,7 +188,7 @@ class Prepared:
     @functools.cached_property
     def problem(self) -> Problem:
         """The graph as the searches see it."""
-        return recent_problems.of(self.bridge.graph, self.rates.host_bandwidth)
+        return Problem(self.bridge.graph, host_bandwidth=self.rates.host_bandwidth)
 
     @functools.cached_property
     def fingerprint(self) -> str:

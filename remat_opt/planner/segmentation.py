@@ -124,6 +124,7 @@ def differentiate(program: Program, target: Target, *, keep_checkpoints: bool) -
         return None
     closed = _forward_and_backward(lambda arguments: evaluate(program, arguments, _tie), avals, outputs)
     joint = inline(closed, keep_checkpoints=keep_checkpoints, keep_names=False)
+    joint = dataclasses.replace(joint, entered_checkpoints=False)  # those of chunks are ours
     captured = Captured(None, joint, joint, (False,) * len(joint.inputs), ())
     # JAX will differentiate the segments itself: pools have its backward pass.
     prepared = prepare(captured, target, keep_scatters=True)

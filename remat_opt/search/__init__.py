@@ -6,13 +6,11 @@ entry in `SOLVERS`, below in this file. `auto.py` is the default. It generates c
 `expensive.py`, on the forward part that `forward.py` finds), and improves their schedules by local search
 (`drop_recomputation.py`, `local_search.py`, `eviction.py`). `offload.py` moves saved values to the host's memory
 (`stays.py`: when). Each published algorithm has a file: `chen.py`, `feng_huang.py` (with `division_tree.py`),
-`hong.py`, `lower_sets.py`. `caching.py` keeps answers and the last problems,
-`progress.py` reports how far a search is.
+`hong.py`, `lower_sets.py`. `caching.py` keeps answers, `progress.py` reports how far a search is.
 """
 
 from remat_opt.search import auto, chen, feng_huang, hong, lower_sets, rotor
 from remat_opt.search.auto import search_of
-from remat_opt.search.caching import recent_problems
 from remat_opt.search.problem import Problem, Solution, Solver
 
 SOLVERS: dict[str, Solver] = {
@@ -24,4 +22,4 @@ SOLVERS: dict[str, Solver] = {
     "rotor": rotor.solve,
 }
 
-__all__ = ["SOLVERS", "Problem", "Solution", "Solver", "recent_problems", "search_of"]
+__all__ = ["SOLVERS", "Problem", "Solution", "Solver", "search_of"]
