@@ -187,7 +187,10 @@ class Prepared:
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The graph as the searches see it."""
+        """The graph as the searches see it, and what they find: for this step alone, also where graphs are equal.
+
+        What a search was asked before may change what it finds next, and all processes have to find the same.
+        """
         return Problem(self.bridge.graph, host_bandwidth=self.rates.host_bandwidth)
 
     @functools.cached_property
