@@ -187,6 +187,22 @@ def test_values_of_chunks(length: int, reverse: bool) -> None:
 
 
 @pytest.mark.short
+def test_chunks_hand_on_random_keys() -> None:
+    def step(carry, _):
+        state, key = carry
+        key, used = jax.random.split(key)
+        return (jnp.sin(state) * (1 + jax.random.bernoulli(used, 0.9, state.shape)), key), used
+
+    def loss(state: jax.Array) -> jax.Array:
+        (state, _), keys = jax.lax.scan(step, (state, jax.random.key(0)), None, length=48)
+        return (state**2).mean() * jax.random.uniform(keys[0])
+
+    ours, state = checkpoint(loss), data()[1]
+    assert "some of them at a time" in ours.plan(state).note
+    assert_close(jax.jit(jax.grad(ours))(state), jax.jit(jax.grad(loss))(state))
+
+
+@pytest.mark.short
 def test_what_is_kept_grows_like_the_root_of_a_loops_length() -> None:
     def kept_bytes(fun: Callable, length: int) -> int:
         return sum(x.nbytes for x in jax.tree.leaves(jax.vjp(fun, *rollout_data(length))[1]))

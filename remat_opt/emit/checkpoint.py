@@ -161,7 +161,7 @@ class _Writer:
     def name(self, equation: Equation, named: Collection[int], environment: dict[int, Any]) -> None:
         """Put their names on those results of an equation that have one, as if its author had."""
         for value in equation.outputs:
-            if value in named and self.can_name:
+            if value in named and value in self.layout.names and self.can_name:
                 with compat.equation_context(equation.source_info, equation.context):
                     environment[value] = checkpoint_name(environment[value], self.layout.names[value])
 
