@@ -159,7 +159,7 @@ class _Writer:
             self.name(equation, saved, environment)
 
     def name(self, equation: Equation, named: Collection[int], environment: dict[int, Any]) -> None:
-        """Put their names on those results of an equation that have one, as if its author had."""
+        """Put their names on those results of an equation that have one, as its author would. Random keys have none."""
         for value in equation.outputs:
             if value in named and value in self.layout.names and self.can_name:
                 with compat.equation_context(equation.source_info, equation.context):
